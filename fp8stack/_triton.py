@@ -19,7 +19,6 @@ Not here: which arch this machine has (device.py), what the listing says (harnes
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -119,7 +118,12 @@ def _version(text: str) -> tuple[int, int]:
 TRITON_VERSION: tuple[int, int] | None = None if triton is None else _version(triton.__version__)
 """(major, minor) of the installed Triton, None without it. Listings and baselines are kept per minor version."""
 
-INTERPRETING: bool = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+INTERPRETING: bool = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in (
+    "1",
+    "true",
+    "yes",
+    "on",
+)
 """Whether kernels run in Triton's interpreter: decided by the environment at the first import, for the whole process."""
 
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -179,3 +183,160 @@ class CompileSpec:
     native: bool = False
     wide_bytes: int = 16
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What Triton calls an arch: backend, its name or number there, lanes a wave."""
+
+    backend: str
+    triton_arch: str | int
+    wave_size: int
+
+
+TARGETS: dict[str, Target] = {
+    **{name: Target("hip", name, 64) for name in ("gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")},
+    **{name: Target("hip", name, 32) for name in ("gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")},
+    **{f"sm_{number}": Target("cuda", number, 32) for number in (80, 86, 89, 90, 100, 103, 120)},
+}
+"""Arch name -> target. Lanes a wave: 64 on CDNA, 32 on RDNA (AMD ISA manuals) and on NVIDIA."""
+
+_EVERY = ((3, 6), (3, 7), (3, 8), (3, 9))
+_FROM_3_7 = _EVERY[1:]
+_ONLY_3_9 = _EVERY[3:]
+NATIVE_CASTS: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
+    ("gfx942", "e4m3fnuz"): _EVERY,
+    ("gfx942", "e5m2fnuz"): _FROM_3_7,
+    ("gfx950", "e4m3fn"): _FROM_3_7,
+    ("gfx950", "e5m2"): _FROM_3_7,
+    ("sm_89", "e4m3fn"): _ONLY_3_9,
+    ("sm_89", "e5m2"): _ONLY_3_9,
+    **{(f"sm_{number}", fmt): _EVERY for number in (90, 100, 120) for fmt in ("e4m3fn", "e5m2")},
+}
+"""(arch, format) -> Triton minor versions whose float32 cast to that format is one hardware instruction, rounded once.
+
+Found by cross-compiling and reading the listing (suites/codegen asserts it for the installed version). What is not
+here goes through the integer encoder of kernels/cast.py: FNUZ on NVIDIA does not compile at all, OCP on gfx942 is a
+software sequence, and on sm_89 before 3.9 the cast goes through float16 and rounds twice.
+"""
+
+_TYPE_FORMATS = {"fp8e4nv": "e4m3fn", "fp8e4b8": "e4m3fnuz", "fp8e5": "e5m2", "fp8e5b16": "e5m2fnuz"}
+_FNUZ = ("e4m3fnuz", "e5m2fnuz")
+
+
+def native_cast(arch_name: str, fmt: str, version: tuple[int, int] | None = None) -> bool:
+    """Whether a Triton cast float32 -> `fmt` on `arch_name` is the hardware's own instruction, rounding once.
+
+    Args:
+        arch_name: e.g. `gfx942`, `sm_90`; an arch without a row has no native cast.
+        fmt: format name.
+        version: (major, minor) of Triton; the installed one by default. An untried version is False: the integer
+            encoder is right everywhere.
+    """
+    return (TRITON_VERSION if version is None else version) in NATIVE_CASTS.get((arch_name, fmt), ())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a cross-compilation gives.
+
+    Attributes:
+        asm: stage -> text or bytes; `ttir`, `ttgir`, `llir` and `amdgcn`, `hsaco` or `ptx`, `cubin`.
+        metadata: Triton's own record (name, shared, num_warps, ...).
+    """
+
+    asm: Mapping[str, str | bytes]
+    metadata: Mapping[str, Any]
+
+
+def _target(arch_name: str) -> Target:
+    try:
+        return TARGETS[arch_name]
+    except KeyError:
+        raise UnsupportedTarget(
+            f"{arch_name!r} is no target that this module can compile for; expected one of {', '.join(TARGETS)}; "
+            "a new one is a row of fp8stack/_triton.py TARGETS"
+        ) from None
+
+
+def _refuse_unsupported(spec: CompileSpec, arch_name: str, target: Target) -> None:
+    """Raise before Triton does: its own error for an FP8 type is a traceback out of the code generator."""
+    wanted = {spec.fmt} if spec.native else set()
+    wanted |= {_TYPE_FORMATS[kind.lstrip("*")] for kind in spec.signature.values() if kind.lstrip("*") in _TYPE_FORMATS}
+    for fmt in sorted(wanted):
+        if target.backend == "cuda" and fmt in _FNUZ:
+            raise UnsupportedTarget(
+                f"{spec.case}: {fmt} has no NVIDIA instruction and no Triton type on {arch_name}; expected e4m3fn or "
+                f"e5m2 there; compile with native=False (integer encoder, uint8 codes) to get {fmt} codes on {arch_name}"
+            )
+    if spec.native and not native_cast(arch_name, spec.fmt):
+        having = [
+            name for (name, fmt), versions in NATIVE_CASTS.items() if fmt == spec.fmt and TRITON_VERSION in versions
+        ]
+        raise UnsupportedTarget(
+            f"{spec.case}: Triton {'.'.join(map(str, TRITON_VERSION or ()))} has no native cast to {spec.fmt} on "
+            f"{arch_name}; expected one of {', '.join(having) or 'no arch'}; compile with native=False "
+            "(integer encoder) or choose the format of that arch"
+        )
+
+
+def cross_compile(spec: CompileSpec, arch_name: str) -> Compiled:
+    """Compile `spec` for an arch that need not be here; initialises no GPU.
+
+    Raises:
+        TritonUnavailable: no triton, or this process interprets (TRITON_INTERPRET=1).
+        UnsupportedTarget: unknown arch, FNUZ on NVIDIA, or a native cast that the target lacks; before Triton is called.
+        ValueError: signature and constexprs do not name the kernel's arguments exactly.
+    """
+    require(f"cross-compiling {spec.case}")
+    if INTERPRETING:
+        raise TritonUnavailable(
+            f"cross-compiling {spec.case} for {arch_name} was asked of a process that interprets kernels; expected "
+            "TRITON_INTERPRET unset before the first import of triton; run the codegen suite in a process of its own"
+        )
+    target = _target(arch_name)
+    _refuse_unsupported(spec, arch_name, target)
+
+    names = list(spec.kernel.arg_names)
+    given = [*spec.signature, *spec.constexprs]
+    if sorted(given) != sorted(names):
+        raise ValueError(
+            f"{spec.case}: signature and constexprs name {sorted(given)}; expected each argument of "
+            f"{spec.kernel.__name__} once: {names}; missing {sorted(set(names) - set(given))}, "
+            f"unknown {sorted(set(given) - set(names))}"
+        )
+    hinted = {*spec.divisible, *spec.within_2gb}
+    if stray := sorted(hinted - set(spec.signature)):
+        raise ValueError(
+            f"{spec.case}: hints on {stray}, which are no runtime arguments; expected names of {sorted(spec.signature)}"
+        )
+
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    attrs: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(names):
+        hints: list[list[Any]] = []
+        if name in spec.divisible:
+            hints.append(["tt.divisibility", 16])
+        if name in spec.within_2gb and target.backend == "hip":
+            hints.append(["tt.pointer_range", 32])
+        if hints:
+            attrs[(index,)] = hints
+    # In the order of the kernel's arguments: 3.6 to 3.9 number the parameters by the order of this dict.
+    source = ASTSource(
+        fn=spec.kernel,
+        signature={name: spec.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
+        attrs=attrs,
+    )
+    compiled = compile(
+        source,
+        target=GPUTarget(target.backend, target.triton_arch, target.wave_size),
+        options={**LAUNCH_OPTIONS, "num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options},
+    )
+    stages = ("ttir", "ttgir", "llir", "amdgcn", "hsaco", "ptx", "cubin")
+    return Compiled(
+        asm={stage: compiled.asm[stage] for stage in stages if stage in compiled.asm},
+        metadata=dict(compiled.metadata._asdict()),
+    )

@@ -1,0 +1,131 @@
+"""Device time of one operation, in nanoseconds, on a GPU that caches, ramps its clocks and launches late.
+
+How a sample is taken. The calls of one block are captured into a graph and replayed between two device events, so
+that neither Python nor the launch queue is timed. Inputs and outputs rotate over enough buffers that a block touches
+at least `ROTATE_BYTES`: nothing is read from a cache that a training step would not have filled. A sample is the time
+of a block over its number of calls.
+
+How samples are arranged. Candidates and the copy probe take turns in every round, so that a drifting clock moves all
+of them; a row is judged by its share of the copy *of the same round*. The share that is reported is the median of
+these ratios, and the times are medians too: a mean would let one interrupt decide.
+
+Not here: verdicts and thresholds (a later gate decides from raw samples), and anything that needs a launch of its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ROTATE_BYTES = 768 << 20  # over twice the 256 MiB Infinity Cache of gfx942/gfx950, 12 times the L2 of an H200
+COPY_BYTES = 1 << 30  # read once and written once: long past launch overhead, eight times the largest cache
+WARM_UP_SECONDS = 1.0  # AMD's clocks ramp for 400 ms
+TARGET_BLOCK_NS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Samples of one candidate: `ns` a call, one value a round, in the order measured."""
+
+    name: str
+    ns: tuple[float, ...]
+
+    @property
+    def median_ns(self) -> float:
+        return statistics.median(self.ns)
+
+    @property
+    def p20_ns(self) -> float:
+        return sorted(self.ns)[len(self.ns) // 5]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is timed: `calls` are equivalent calls on different buffers; `bytes_moved` is what one call must move."""
+
+    name: str
+    calls: Sequence[Callable[[], object]]
+    bytes_moved: int
+
+
+def rotations(bytes_moved: int) -> int:
+    """How many sets of buffers make one pass over all of them exceed every cache."""
+    return max(2, -(-ROTATE_BYTES // max(bytes_moved, 1)))
+
+
+def copy_probe(device: torch.device) -> Candidate:
+    """A device-to-device copy of `COPY_BYTES` of random bytes; moves twice that."""
+    source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Candidate("copy", [lambda: target.copy_(source)], 2 * COPY_BYTES)
+
+
+def _capture(candidate: Candidate) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Warm the candidate up on a side stream, then record whole rotations until a block is long enough to time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in candidate.calls:
+            call()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for call in candidate.calls:
+            call()
+        end.record()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    estimate_ns = max(start.elapsed_time(end) * 1e6, 1.0)
+    passes = max(1, min(64, round(TARGET_BLOCK_NS / estimate_ns)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(passes):
+            for call in candidate.calls:
+                call()
+    return graph, passes * len(candidate.calls)
+
+
+def measure(candidates: Sequence[Candidate], rounds: int = 30) -> dict[str, Timed]:
+    """Time `candidates` in turns for `rounds` rounds; every candidate is warmed up and captured first.
+
+    Raises RuntimeError where an interval came out as zero or negative: such a clock can prove nothing.
+    """
+    blocks = {c.name: _capture(c) for c in candidates}
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    while True:  # busy until the clocks have ramped
+        for graph, _ in blocks.values():
+            graph.replay()
+        end.record()
+        end.synchronize()
+        if start.elapsed_time(end) > 1e3 * WARM_UP_SECONDS:
+            break
+    samples: dict[str, list[float]] = {name: [] for name in blocks}
+    for turn in range(rounds):
+        order = list(blocks) if turn % 2 == 0 else list(reversed(blocks))
+        events = {}
+        for name in order:
+            graph, calls = blocks[name]
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            graph.replay()
+            last.record()
+            events[name] = (first, last, calls)
+        torch.cuda.synchronize()
+        for name, (first, last, calls) in events.items():
+            ns = first.elapsed_time(last) * 1e6 / calls
+            if not ns > 0:
+                raise RuntimeError(
+                    f"{name} took {ns} ns; a positive time was expected; the device's event timer cannot be used"
+                )
+            samples[name].append(ns)
+    return {name: Timed(name, tuple(values)) for name, values in samples.items()}
+
+
+def share_of_copy(timed: Timed, bytes_moved: int, copy: Timed, copy_bytes: int) -> float:
+    """Median over rounds of (bytes/s of the candidate) / (bytes/s of the copy in the same round)."""
+    return statistics.median(
+        (bytes_moved / ns) / (copy_bytes / copy_ns) for ns, copy_ns in zip(timed.ns, copy.ns, strict=True)
+    )

@@ -1,0 +1,412 @@
+"""Loss gate: step-window bands around a recorded curve.
+
+Why bands and not a tolerance. Training is chaotic: one last bit in one weight is a difference of 1e-6 at step 1 and of
+1e-4 at step 100, and how fast it grows depends on the model. A flat tolerance is therefore too wide early, where real
+faults show first, and too narrow late. So the baseline holds *raw runs*: run 0 as configured, runs 1..N with the last
+mantissa bit of one in a thousand initial weights flipped (nudged), and variants of it (thread counts, instruction set).
+How far those harmless runs move from run 0 in a window of steps is the noise of that window.
+
+    limit(window) = max(5e-5, K * max over the other runs of difference(run, run 0, window))
+    difference    = max over the window's steps of |x - r| / |r|          (windows 1, 2-5, 6-10, 11-20, 21-50, 51-100)
+                  = |mean(x) - mean(r)| / |mean(r)| over the last 20      (the tail)
+    K = 10 below 5 runs, 5 from 5 to 9, 3 from 10 on, counting nudged runs; few samples underestimate a maximum
+
+Plain reruns are bit-identical on one machine, so they would give a spread of zero; they are never counted.
+The same rule judges the gradient norm. A fault that scales one weight gradient (x 1.02) or clips at 224 shows in
+neither curve, so per-parameter digests of the gradients (norm, mean, dot products with two seeded +-1 vectors) are
+compared first, with fixed limits: 2e-3 of the norm at step 1, 5e-2 at steps 2 and 3.
+
+Layers are judged in the order of LAYERS and the first that fired is named, with its first step: a digest that moved
+explains a curve that moved, never the other way round. Every comparison asks `difference <= limit` and takes anything
+else as red, so a NaN fails. 100 steps cannot show late divergence; the report says so.
+
+Not here: where runs are stored (baselines.py), which verdict follows (gate.py), determinism (a test of the loss suite).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: (first step, last step), both included.
+WINDOWS: tuple[tuple[int, int], ...] = ((1, 1), (2, 5), (6, 10), (11, 20), (21, 50), (51, 100))
+#: Steps in the mean at the end of a curve.
+TAIL_STEPS = 20
+#: Relative difference that is never red: below it two correct CPUs may differ at step 1 (1e-5) and rounding dominates.
+FLOOR = 5e-5
+#: (fewest nudged runs, K). The first row whose count is reached decides.
+K_BY_RUNS: tuple[tuple[int, int], ...] = ((10, 3), (5, 5), (0, 10))
+#: step -> limit of a digest, relative to the parameter's gradient norm. Harmless changes: at most 3e-4 at step 1.
+DIGEST_LIMITS: dict[int, float] = {1: 2e-3, 2: 5e-2, 3: 5e-2}
+#: FP8 against bf16 of the same model, data and platform: |mean log ratio| in each window of this many steps ...
+PAIRED_WINDOW_STEPS = 20
+PAIRED_WINDOW_LIMIT = 2e-3
+#: ... and relative difference of the means of the last 20 steps.
+PAIRED_TAIL_LIMIT = 5e-3
+#: Saturated elements over the whole run may exceed the largest recorded run by this share. Coarse on purpose: counts
+#: move with every bit, while a wrong maximum multiplies them.
+SATURATION_SHARE = 0.25
+SATURATION_FLOOR = 16
+
+#: Order of judgement. `completeness` (steps there, values finite) comes first: nothing else can be computed without it.
+LAYERS: tuple[str, ...] = ("completeness", "digests", "windows", "tail", "saturation", "paired")
+
+Digest = Sequence[float]
+"""norm, mean, dot with the first and dot with the second seeded +-1 vector, all float64."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training run as the gate sees it. Keys are step numbers from 1; nothing is assumed complete or finite."""
+
+    loss: Mapping[int, float]
+    grad_norm: Mapping[int, float]
+    saturated: Mapping[int, int] = field(default_factory=dict)
+    nan: Mapping[int, int] = field(default_factory=dict)
+    digests: Mapping[int, Mapping[str, Digest]] = field(default_factory=dict)
+
+    @classmethod
+    def from_series(
+        cls,
+        loss: Sequence[float],
+        grad_norm: Sequence[float],
+        saturated: Sequence[int] = (),
+        nan: Sequence[int] = (),
+        digests: Mapping[str, Mapping[str, Digest]] | None = None,
+    ) -> Curve:
+        """Number complete series from step 1. The keys of `digests` are step numbers as text, as in JSON."""
+        return cls(
+            loss=dict(enumerate(loss, 1)),
+            grad_norm=dict(enumerate(grad_norm, 1)),
+            saturated=dict(enumerate(saturated, 1)),
+            nan=dict(enumerate(nan, 1)),
+            digests={int(step): dict(parameters) for step, parameters in (digests or {}).items()},
+        )
+
+    @property
+    def last_step(self) -> int:
+        return max(self.loss, default=0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One limit that was exceeded: where, by how much, and against what."""
+
+    layer: str
+    metric: str
+    step: int
+    measured: float
+    allowed: float
+    message: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table that the report prints: measured against allowed, whether or not it fired."""
+
+    layer: str
+    metric: str
+    window: str
+    measured: float
+    allowed: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything the gate learnt about one curve. `findings` is in layer order, so the first one explains the rest."""
+
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    @property
+    def first(self) -> Finding | None:
+        return self.findings[0] if self.findings else None
+
+    def joined(self, other: Comparison) -> Comparison:
+        """This comparison with another's rows and findings, in layer order again."""
+        findings = sorted((*self.findings, *other.findings), key=lambda f: LAYERS.index(f.layer))
+        return Comparison((*self.rows, *other.rows), tuple(findings), (*self.notes, *other.notes))
+
+
+def factor(nudged_runs: int) -> int:
+    """K for this many nudged runs."""
+    return next(k for fewest, k in K_BY_RUNS if nudged_runs >= fewest)
+
+
+def clipped_windows(last_step: int) -> tuple[tuple[int, int], ...]:
+    """The windows that a curve of `last_step` steps reaches, the last one cut short or drawn out to its end."""
+    windows = [(first, min(last, last_step)) for first, last in WINDOWS if first <= last_step]
+    if windows and windows[-1][1] < last_step:
+        windows.append((windows[-1][1] + 1, last_step))
+    return tuple(windows)
+
+
+def relative(value: float, reference: float) -> float:
+    """|value - reference| / |reference|; NaN where either is not finite, infinite where only the reference is zero."""
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.nan
+    if reference == 0.0:
+        return 0.0 if value == 0.0 else math.inf
+    return abs(value - reference) / abs(reference)
+
+
+def worst(values: Iterable[float]) -> float:
+    """The largest value, or NaN if any is NaN. Python's max() answers by position there: max(1, nan) is 1."""
+    largest = 0.0
+    for value in values:
+        if math.isnan(value):
+            return math.nan
+        largest = max(largest, value)
+    return largest
+
+
+def tail_mean(series: Mapping[int, float], last_step: int) -> float:
+    """Mean of the last 20 steps up to `last_step`; NaN where one is missing."""
+    steps = range(max(1, last_step - TAIL_STEPS + 1), last_step + 1)
+    return math.fsum(series.get(step, math.nan) for step in steps) / len(steps) if len(steps) else math.nan
+
+
+def window_difference(series: Mapping[int, float], reference: Mapping[int, float], first: int, last: int) -> float:
+    """Largest relative difference in a window of steps; a missing step is NaN."""
+    return worst(relative(series.get(step, math.nan), reference.get(step, math.nan)) for step in range(first, last + 1))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one metric may differ from run 0, per window and in the tail, with the noise it was computed from."""
+
+    windows: Mapping[tuple[int, int], float]
+    tail: float
+    factor: int
+
+
+def limits(metric: str, reference: Curve, spread: Sequence[Curve], nudged_runs: int) -> Limits:
+    """The bands of one metric.
+
+    Args:
+        metric: "loss" or "grad_norm".
+        reference: run 0.
+        spread: every other recorded run of the same configuration, nudged or variant.
+        nudged_runs: how many of them are nudged; decides K.
+    """
+    k = factor(nudged_runs)
+    base: Mapping[int, float] = getattr(reference, metric)
+    others: list[Mapping[int, float]] = [getattr(run, metric) for run in spread]
+    last_step = reference.last_step
+    base_tail = tail_mean(base, last_step)
+
+    def limit(differences: Iterable[float]) -> float:
+        spread_of_window = worst(differences)
+        # A recorded run that diverged is no harmless run: a NaN limit lets nothing pass.
+        return math.nan if math.isnan(spread_of_window) else max(FLOOR, k * spread_of_window)
+
+    return Limits(
+        windows={
+            window: limit(window_difference(other, base, *window) for other in others)
+            for window in clipped_windows(last_step)
+        },
+        tail=limit(relative(tail_mean(other, last_step), base_tail) for other in others),
+        factor=k,
+    )
+
+
+def compare(measured: Curve, reference: Curve, spread: Sequence[Curve], nudged_runs: int) -> Comparison:
+    """Judge one curve against run 0 and the recorded spread: completeness, digests, windows, tail, saturation."""
+    result = _completeness(measured, reference)
+    result = result.joined(_digests(measured, reference))
+    for metric in ("loss", "grad_norm"):
+        bands = limits(metric, reference, spread, nudged_runs)
+        result = result.joined(_windows(metric, measured, reference, bands))
+    return result.joined(_saturation(measured, reference, spread, nudged_runs))
+
+
+def _completeness(measured: Curve, reference: Curve) -> Comparison:
+    findings: list[Finding] = []
+    for metric in ("loss", "grad_norm"):
+        series: Mapping[int, float] = getattr(measured, metric)
+        steps = range(1, reference.last_step + 1)
+        missing = [step for step in steps if step not in series]
+        broken = [step for step in sorted(series) if not math.isfinite(series[step])]
+        if missing:
+            what = f"{metric}: step {missing[0]} is missing ({len(missing)} of {len(steps)} steps of the baseline)"
+            findings.append(Finding("completeness", metric, missing[0], len(steps) - len(missing), len(steps), what))
+        if broken:
+            what = f"{metric} is {series[broken[0]]} at step {broken[0]}"
+            findings.append(Finding("completeness", metric, broken[0], series[broken[0]], math.nan, what))
+    beyond = measured.last_step - reference.last_step
+    notes = (f"{beyond} steps beyond the baseline's {reference.last_step} are not judged",) if beyond > 0 else ()
+    findings.sort(key=lambda f: f.step)
+    return Comparison((), tuple(findings), notes)
+
+
+def digest_difference(digest: Digest, reference: Digest) -> tuple[float, str]:
+    """Largest difference of norm and dots, relative to the reference norm, and which of the three it was.
+
+    The mean is reported by the trainer but not judged: for a weight gradient it is a small difference of large sums.
+    """
+    if len(digest) != 4 or len(reference) != 4:
+        return math.nan, "shape"
+    names = ("norm", "dot1", "dot2")
+    scale = abs(reference[0])
+    differences: list[float] = []
+    for index in (0, 2, 3):
+        difference = abs(digest[index] - reference[index])
+        if scale == 0.0:
+            differences.append(0.0 if difference == 0.0 else math.nan if math.isnan(difference) else math.inf)
+        else:
+            differences.append(difference / scale)
+    largest = worst(differences)
+    where = next((n for n, d in zip(names, differences, strict=True) if math.isnan(d) or d == largest), "norm")
+    return largest, where
+
+
+def _digests(measured: Curve, reference: Curve) -> Comparison:
+    rows: list[Row] = []
+    findings: list[Finding] = []
+    notes: list[str] = []
+    for step, allowed in DIGEST_LIMITS.items():
+        expected = reference.digests.get(step)
+        if expected is None:
+            notes.append(f"the baseline has no gradient digests at step {step}")
+            continue
+        found = measured.digests.get(step, {})
+        # The largest difference of the step is what the table shows; the finding names that parameter.
+        worst_name, worst_part, worst_value = "", "norm", 0.0
+        for name in sorted(expected):
+            value, part = digest_difference(found[name], expected[name]) if name in found else (math.nan, "missing")
+            if math.isnan(value) or value > worst_value:
+                worst_name, worst_part, worst_value = name, part, value
+            if math.isnan(value):
+                break
+        for name in sorted(set(found) - set(expected)):
+            worst_name, worst_part, worst_value = name, "not in the baseline", math.nan
+        ok = worst_value <= allowed
+        rows.append(Row("digests", "gradient digest", f"step {step}", worst_value, allowed, ok))
+        if not ok:
+            what = f"gradient digest of {worst_name} ({worst_part}) at step {step}: {_against(worst_value, allowed)}"
+            findings.append(Finding("digests", worst_name, step, worst_value, allowed, what))
+    return Comparison(tuple(rows), tuple(findings), tuple(notes))
+
+
+def _windows(metric: str, measured: Curve, reference: Curve, bands: Limits) -> Comparison:
+    series: Mapping[int, float] = getattr(measured, metric)
+    base: Mapping[int, float] = getattr(reference, metric)
+    rows: list[Row] = []
+    findings: list[Finding] = []
+    for (first, last), allowed in bands.windows.items():
+        value = window_difference(series, base, first, last)
+        ok = value <= allowed
+        name = f"step {first}" if first == last else f"steps {first}-{last}"
+        rows.append(Row("windows", metric, name, value, allowed, ok))
+        if not ok:
+            step = next(
+                step
+                for step in range(first, last + 1)
+                if not (relative(series.get(step, math.nan), base.get(step, math.nan)) <= allowed)
+            )
+            what = f"{metric} first leaves its band at step {step} ({name}): {_against(value, allowed)}"
+            findings.append(Finding("windows", metric, step, value, allowed, what))
+    last_step = reference.last_step
+    value = relative(tail_mean(series, last_step), tail_mean(base, last_step))
+    ok = value <= bands.tail
+    tail_name = f"mean of the last {min(TAIL_STEPS, last_step)}"
+    rows.append(Row("tail", metric, tail_name, value, bands.tail, ok))
+    if not ok:
+        what = f"{metric}, {tail_name} steps: {_against(value, bands.tail)}"
+        findings.append(Finding("tail", metric, max(1, last_step - TAIL_STEPS + 1), value, bands.tail, what))
+    return Comparison(tuple(rows), tuple(findings))
+
+
+def _saturation(measured: Curve, reference: Curve, spread: Sequence[Curve], nudged_runs: int) -> Comparison:
+    rows: list[Row] = []
+    findings: list[Finding] = []
+    recorded = [sum(run.saturated.values()) for run in (reference, *spread)]
+    total = sum(measured.saturated.values())
+    room = max(
+        factor(nudged_runs) * (max(recorded) - min(recorded)), SATURATION_SHARE * max(recorded), SATURATION_FLOOR
+    )
+    allowed = max(recorded) + room
+    ok = total <= allowed
+    rows.append(Row("saturation", "saturated elements", "whole run", total, allowed, ok))
+    if not ok:
+        step = next((s for s in sorted(measured.saturated) if measured.saturated[s] > reference.saturated.get(s, 0)), 1)
+        what = f"{total} saturated elements over the run against {allowed:.0f} allowed (recorded: {largest})"
+        findings.append(Finding("saturation", "saturated elements", step, total, allowed, what))
+    poisoned = [step for step in sorted(measured.nan) if measured.nan[step] > reference.nan.get(step, 0)]
+    nans = sum(measured.nan.values())
+    rows.append(Row("saturation", "NaN elements", "whole run", nans, sum(reference.nan.values()), not poisoned))
+    if poisoned:
+        what = f"{measured.nan[poisoned[0]]} NaN elements at step {poisoned[0]}, none in the baseline there"
+        findings.append(Finding("saturation", "NaN elements", poisoned[0], nans, 0.0, what))
+    return Comparison(tuple(rows), tuple(findings))
+
+
+def compare_paired(fp8: Curve, bf16: Curve) -> Comparison:
+    """FP8 against bf16 of the same run: mean log ratio of the loss per 20 steps, and the means of the last 20.
+
+    Needs no baseline, so it also judges an uncalibrated platform. Only common steps from 1 are looked at; a curve
+    without steps is a finding.
+    """
+    last_step = max(fp8.last_step, bf16.last_step)
+    if last_step == 0:
+        what = "the FP8 and the bf16 curve have no steps; 1 or more are needed to pair them"
+        return Comparison((), (Finding("paired", "loss", 1, math.nan, PAIRED_WINDOW_LIMIT, what),))
+    rows: list[Row] = []
+    findings: list[Finding] = []
+    for first in range(1, last_step + 1, PAIRED_WINDOW_STEPS):
+        last = min(first + PAIRED_WINDOW_STEPS - 1, last_step)
+        ratios = [_log_ratio(fp8.loss.get(s, math.nan), bf16.loss.get(s, math.nan)) for s in range(first, last + 1)]
+        value = abs(math.fsum(ratios) / len(ratios))
+        ok = value <= PAIRED_WINDOW_LIMIT
+        name = f"steps {first}-{last}"
+        rows.append(Row("paired", "FP8 / bf16 loss", name, value, PAIRED_WINDOW_LIMIT, ok))
+        if not ok:
+            what = f"FP8 against bf16, mean log ratio of the loss in {name}: {_against(value, PAIRED_WINDOW_LIMIT)}"
+            findings.append(Finding("paired", "loss", first, value, PAIRED_WINDOW_LIMIT, what))
+    value = relative(tail_mean(fp8.loss, last_step), tail_mean(bf16.loss, last_step))
+    ok = value <= PAIRED_TAIL_LIMIT
+    tail_name = f"mean of the last {min(TAIL_STEPS, last_step)}"
+    rows.append(Row("paired", "FP8 / bf16 loss", tail_name, value, PAIRED_TAIL_LIMIT, ok))
+    if not ok:
+        what = f"FP8 against bf16, {tail_name} losses: {_against(value, PAIRED_TAIL_LIMIT)}"
+        findings.append(Finding("paired", "loss", max(1, last_step - TAIL_STEPS + 1), value, PAIRED_TAIL_LIMIT, what))
+    return Comparison(tuple(rows), tuple(findings))
+
+
+def _log_ratio(value: float, reference: float) -> float:
+    if not (math.isfinite(value) and math.isfinite(reference) and value > 0.0 and reference > 0.0):
+        return math.nan
+    return math.log(value / reference)
+
+
+def _against(measured: float, allowed: float) -> str:
+    """The numbers of a finding, the same words everywhere."""
+    return f"{measured:.2e} against {allowed:.2e} allowed"
+
+
+def as_dict(comparison: Comparison) -> dict[str, Any]:
+    """Plain data for the report: the table and the first finding."""
+    return {
+        "kind": "loss",
+        "rows": [
+            {
+                "layer": row.layer,
+                "metric": row.metric,
+                "window": row.window,
+                "measured": row.measured,
+                "allowed": row.allowed,
+                "ok": row.ok,
+            }
+            for row in comparison.rows
+        ],
+        "findings": [f"{finding.layer}: {finding.message}" for finding in comparison.findings],
+        "notes": list(comparison.notes),
+    }

@@ -330,10 +330,9 @@ def _saturation(measured: Curve, reference: Curve, spread: Sequence[Curve], nudg
     findings: list[Finding] = []
     recorded = [sum(run.saturated.values()) for run in (reference, *spread)]
     total = sum(measured.saturated.values())
-    room = max(
-        factor(nudged_runs) * (max(recorded) - min(recorded)), SATURATION_SHARE * max(recorded), SATURATION_FLOOR
-    )
-    allowed = max(recorded) + room
+    largest = max(recorded)
+    noise = factor(nudged_runs) * (largest - min(recorded))
+    allowed = largest + max(noise, SATURATION_SHARE * largest, SATURATION_FLOOR)
     ok = total <= allowed
     rows.append(Row("saturation", "saturated elements", "whole run", total, allowed, ok))
     if not ok:

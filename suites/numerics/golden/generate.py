@@ -1,10 +1,10 @@
 """Makes the golden tables: what every byte means, and which byte every awkward input becomes.
 
-Why: kernel and reference share their constants, so comparing one with the other cannot see a wrong constant. These tables
-are the third opinion. They come from the definition of the formats (numerics.md, section 1) and of the scales (section 2)
-by brute force in whole numbers: every float32 is an integer multiple of 2^-149, so an input, a decode and a midpoint are
-plain Python integers, a quotient is rounded by divmod, and "nearest" is a search over the decodes. Nothing of fp8stack is
-imported, nor torch, NumPy or ml_dtypes: their FP8 is under test.
+Why: kernel and reference share their constants, so comparing one with the other cannot see a wrong constant. These
+tables are the third opinion. They come from the definition of the formats and of the scales by brute force in whole
+numbers: every float32 is an integer multiple of 2^-149, so an input, a decode and a midpoint are plain Python integers,
+a quotient is rounded by divmod, and "nearest" is a search over the decodes. Nothing of fp8stack is imported, nor torch,
+NumPy or ml_dtypes: their FP8 is under test. "Rule n" below is the scale's rule n as fp8stack/scaling.py lists them.
 
 Files, one row a line, all numbers as hexadecimal bit patterns (INDEX.json: rows and SHA-256 of each file):
     <format>.decode.csv      code, float32 bits (every NaN is written 7fc00000; sign and payload are not promised)
@@ -27,6 +27,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ CAP_SCALE = (127 + 120) << 23  # rule 4: 2^120, so that the scale and its invers
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of the format table, typed from numerics.md and from nowhere else."""
+    """One row of the format table, typed from the formats' definitions and from nowhere else."""
 
     name: str
     exponent_bits: int
@@ -80,7 +81,7 @@ def magnitude(bits: int) -> int:
 
 
 def round_to_float32(numerator: int, denominator: int) -> int:
-    """Bits of the non-negative rational numerator/denominator (units of 2^-149), nearest, ties to even, overflow to Inf."""
+    """Bits of the rational numerator/denominator >= 0 (units of 2^-149), to nearest, ties to even, overflow to Inf."""
     shift = max(0, (numerator // denominator).bit_length() - 24)
     divisor = denominator << shift
     quotient, rest = divmod(numerator, divisor)
@@ -149,7 +150,7 @@ def encode(bits: int, spec: Spec, table: dict[int, int]) -> int:
 def midpoints(table: dict[int, int]) -> Iterator[int]:
     """Every midpoint between neighbouring magnitudes, then the one above the maximum, which the clamp must absorb."""
     values = sorted(table.values())
-    for low, high in zip(values, values[1:], strict=False):
+    for low, high in pairwise(values):
         yield (low + high) // 2
     yield values[-1] + (values[-1] - values[-2]) // 2
 
@@ -233,7 +234,7 @@ def quantize_unit(unit: list[int], spec: Spec, pow2: bool, table: dict[int, int]
 
 
 def units(spec: Spec, dtype: str) -> dict[str, list[int]]:
-    """Named scaling units of the contract (numerics.md, section 6) as float32 bits that ``dtype`` holds exactly."""
+    """Named scaling units of the contract as float32 bits that ``dtype`` holds exactly."""
     step = 1 if dtype == "fp32" else 1 << 16  # one ulp of the input dtype in float32 bits
     top = F32_MAX & -step
 

@@ -1,0 +1,391 @@
+"""The journal: one JSON object a line, written at once, so that any death leaves what had happened until then.
+
+pytest writes its JUnit file when the session ends; a killed session leaves none, and a harness that finds no file tends
+to find no failure either. Here every event is one `write` to a file opened for appending, before the next test starts.
+A line is at most cut, never interleaved, and only the last line of a writer can be cut: `Journal.read` says so in
+`damage`.
+
+Events (field `event`): the pytest plugin writes `session`, `collected`, `collect-error`, `collect-skip`, `start`,
+`phase`, `worker-crash`, `session-end`; the harness writes `process-start` and `process-end` around each test process.
+Under pytest-xdist only the controller writes; what a worker saw arrives there as reports.
+
+A test that starts again (a retried suite, a rerun plugin) begins a new attempt: `TestRecord` describes the last one and
+keeps how the earlier ones ended in `earlier`, because outcomes that differ are a finding of their own (FLAKY).
+
+Not here: what an outcome means (gate.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from harness.errors import DiskError, MissingError
+
+FILE_NAME = "journal.jsonl"
+
+Value = str | int | float
+State = Literal["passed", "failed", "skipped", "running", "not-run"]
+
+DETAIL_LIMIT = 32_768
+"""Characters of a traceback or of captured output that are kept; the middle goes. The log holds all of it."""
+
+
+def shorten(text: str, limit: int = DETAIL_LIMIT) -> str:
+    """`text`, with its middle replaced by a note when it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    head = limit // 4
+    tail = limit - head
+    return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[-tail:]}"
+
+
+class JournalWriter:
+    """Appends events to a journal. Several processes may append to one file, each line whole."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # an earlier writer died in mid-line: keep its remains apart from our lines
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        """Append one event. DiskError when the file system takes only part of it or none."""
+        line = (json.dumps({"event": event, **fields}, allow_nan=False) + "\n").encode("ascii")
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise DiskError(f"{self.path} cannot be appended to ({error})", "a writable disk", "free space") from error
+        if written != len(line):
+            raise DiskError(f"{self.path} took {written} of {len(line)} bytes", "a disk with room", "free space")
+
+    def close(self) -> None:
+        """Close the file; nothing is buffered, so nothing is lost without it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def plain_value(value: object) -> Value | None:
+    """A property's value as exactly str, int or float; None when it is none of these.
+
+    Subclasses become their base (a NumPy float64 is a float, and kills an xdist worker when it is reported as it is);
+    a bool becomes 0 or 1; a float that is not finite becomes "nan", "inf" or "-inf", since JSON has no such number.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    return None
+
+
+@dataclass
+class Phase:
+    """How one phase of a test ended."""
+
+    phase: str
+    outcome: str
+    seconds: float
+    message: str = ""
+    detail: str = ""
+
+
+@dataclass
+class TestRecord:
+    """What the journal says about one test: its last attempt, and how earlier ones ended."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of its name
+
+    id: str
+    suite: str
+    started: bool = False
+    ended: bool = False
+    phases: list[Phase] = field(default_factory=list)
+    properties: dict[str, Value] = field(default_factory=dict)
+    worker: str = ""
+    earlier: list[State] = field(default_factory=list)
+
+    @property
+    def state(self) -> State:
+        """passed, failed, skipped; running when it had started and not ended; not-run when it never started.
+
+        A failed phase counts at once; passed and skipped only when the teardown has ended too.
+        """
+        outcomes = {phase.outcome for phase in self.phases}
+        if "failed" in outcomes:
+            return "failed"
+        if not self.started:
+            return "not-run"
+        if not self.ended:
+            return "running"
+        return "skipped" if "skipped" in outcomes else "passed"
+
+    @property
+    def seconds(self) -> float:
+        """Set-up, call and teardown together."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def message(self) -> str:
+        """One line: of the first phase that failed, else of the first that was skipped, else empty."""
+        return self._telling().message
+
+    @property
+    def detail(self) -> str:
+        """The traceback and captured output of the same phase as `message`."""
+        return self._telling().detail
+
+    @property
+    def failed_phase(self) -> str:
+        """`setup`, `call` or `teardown` for a failed test, else empty."""
+        return next((phase.phase for phase in self.phases if phase.outcome == "failed"), "")
+
+    def _telling(self) -> Phase:
+        for outcome in ("failed", "skipped"):
+            for phase in self.phases:
+                if phase.outcome == outcome:
+                    return phase
+        return Phase("", "", 0.0)
+
+
+@dataclass
+class ProcessRecord:
+    """One test process: how it was started and how it ended. `ended` is False when the harness itself died."""
+
+    suite: str
+    attempt: int
+    argv: list[str]
+    started: float = 0.0
+    ended: bool = False
+    rc: int | None = None
+    signal: str | None = None
+    killed_by: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CrashRecord:
+    """An xdist worker that died, and the test it was running (empty when it ran none)."""
+
+    id: str
+    worker: str
+    signal: str | None
+    message: str
+    suite: str
+
+
+@dataclass(frozen=True)
+class CollectRecord:
+    """A file that could not be collected (`collect-error`) or that skipped itself as a whole (`collect-skip`)."""
+
+    suite: str
+    path: str
+    message: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """One pytest session. `rc` is None when it did not reach its end."""
+
+    suite: str
+    run_id: str
+    pid: int
+    time: float
+    rc: int | None = None
+
+
+@dataclass
+class Journal:
+    """Everything a journal says."""
+
+    tests: dict[str, TestRecord] = field(default_factory=dict)
+    collected: dict[str, list[str]] = field(default_factory=dict)
+    planned_skips: dict[str, str] = field(default_factory=dict)
+    deselected: dict[str, int] = field(default_factory=dict)
+    processes: list[ProcessRecord] = field(default_factory=list)
+    crashes: list[CrashRecord] = field(default_factory=list)
+    collect_errors: list[CollectRecord] = field(default_factory=list)
+    collect_skips: list[CollectRecord] = field(default_factory=list)
+    sessions: list[SessionRecord] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    """What could not be read, a sentence each: a cut line, an event that is unknown or lacks a field."""
+
+    @property
+    def run_ids(self) -> set[str]:
+        """Run ids named by the sessions; more than one, or another than run.json's, means stale evidence."""
+        return {session.run_id for session in self.sessions}
+
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        """Read a journal, whatever ended the run. MissingError when there is no such file; damage is listed."""
+        journal = cls()
+        for event in read_events(path, journal.damage):
+            journal.apply(event)
+        return journal
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take in one event. An event that lacks a field it must have is noted as damage, an unknown kind too."""
+        handler = _HANDLERS.get(str(event.get("event")))
+        if handler is None:
+            self.damage.append(f"unknown event {event.get('event')!r}")
+            return
+        try:
+            handler(self, event)
+        except (KeyError, TypeError, ValueError) as error:
+            self.damage.append(f"event {event.get('event')!r} is malformed ({type(error).__name__}: {error})")
+
+    def record(self, test_id: str) -> TestRecord:
+        """The record of a test, made when there is none yet."""
+        known = self.tests.get(test_id)
+        if known is None:
+            known = self.tests[test_id] = TestRecord(test_id, test_id.partition("/")[0])
+        return known
+
+    def _session(self, event: Mapping[str, Any]) -> None:
+        self.sessions.append(
+            SessionRecord(event["suite"], event["run_id"], int(event["pid"]), float(event.get("time", 0.0)))
+        )
+
+    def _collected(self, event: Mapping[str, Any]) -> None:
+        ids = [str(test_id) for test_id in event["ids"]]
+        self.collected[event["suite"]] = ids
+        for test_id in ids:
+            self.record(test_id)
+        self.planned_skips.update(event.get("skips", {}))
+        self.deselected[event["suite"]] = int(event.get("deselected", 0))
+
+    def _collect_error(self, event: Mapping[str, Any]) -> None:
+        self.collect_errors.append(_collect_record(event))
+
+    def _collect_skip(self, event: Mapping[str, Any]) -> None:
+        self.collect_skips.append(_collect_record(event))
+
+    def _start(self, event: Mapping[str, Any]) -> None:
+        record = self.record(event["id"])
+        if record.started:
+            record.earlier.append(record.state)
+            record.phases, record.properties, record.ended = [], {}, False
+        record.started = True
+
+    def _phase(self, event: Mapping[str, Any]) -> None:
+        record = self.record(event["id"])
+        record.started = True
+        record.worker = str(event.get("worker", ""))
+        record.phases.append(
+            Phase(
+                str(event["phase"]),
+                str(event["outcome"]),
+                float(event["seconds"]),
+                str(event.get("message", "")),
+                str(event.get("detail", "")),
+            )
+        )
+        record.properties.update(event.get("properties", {}))
+        record.ended = record.ended or event["phase"] == "teardown"
+
+    def _worker_crash(self, event: Mapping[str, Any]) -> None:
+        self.crashes.append(
+            CrashRecord(
+                str(event.get("id") or ""),
+                str(event.get("worker", "")),
+                event.get("signal"),
+                str(event.get("message", "")),
+                str(event.get("suite", "")),
+            )
+        )
+
+    def _session_end(self, event: Mapping[str, Any]) -> None:
+        for position in range(len(self.sessions) - 1, -1, -1):
+            session = self.sessions[position]
+            if session.suite == event["suite"] and session.rc is None:
+                self.sessions[position] = SessionRecord(
+                    session.suite, session.run_id, session.pid, session.time, int(event["rc"])
+                )
+                return
+        self.damage.append(f"the session of {event['suite']} ended without having begun")
+
+    def _process_start(self, event: Mapping[str, Any]) -> None:
+        self.processes.append(
+            ProcessRecord(
+                event["suite"], int(event["attempt"]), list(event.get("argv", [])), float(event.get("time", 0.0))
+            )
+        )
+
+    def _process_end(self, event: Mapping[str, Any]) -> None:
+        for process in reversed(self.processes):
+            if (process.suite, process.attempt) == (event["suite"], event["attempt"]):
+                process.ended = True
+                process.rc, process.signal, process.killed_by = event["rc"], event["signal"], event["killed_by"]
+                process.seconds = float(event["seconds"])
+                return
+        self.damage.append(f"a process of {event['suite']} ended without having begun")
+
+
+def _collect_record(event: Mapping[str, Any]) -> CollectRecord:
+    return CollectRecord(
+        str(event["suite"]), str(event["path"]), str(event.get("message", "")), str(event.get("detail", ""))
+    )
+
+
+_HANDLERS = {
+    "session": Journal._session,
+    "collected": Journal._collected,
+    "collect-error": Journal._collect_error,
+    "collect-skip": Journal._collect_skip,
+    "start": Journal._start,
+    "phase": Journal._phase,
+    "worker-crash": Journal._worker_crash,
+    "session-end": Journal._session_end,
+    "process-start": Journal._process_start,
+    "process-end": Journal._process_end,
+}
+
+
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """One line -> its event, None when it is none (cut, or not an object)."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def read_events(path: Path, damage: list[str]) -> Iterator[dict[str, Any]]:
+    """The events of a journal in order; what cannot be read is described in `damage` and passed over."""
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        raise MissingError(
+            f"{path} does not exist", "the journal that every run writes", "name a folder that `fp8ci run` has written"
+        ) from None
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            event = decode_line(line)
+            if event is not None:
+                yield event
+            elif not line.endswith(b"\n"):
+                damage.append(
+                    f"line {number} is cut after {len(line)} bytes: its writer was killed or the disk was full"
+                )
+            elif line.strip():
+                damage.append(f"line {number} is not an event")

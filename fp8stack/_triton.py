@@ -124,7 +124,7 @@ INTERPRETING: bool = triton is not None and os.environ.get("TRITON_INTERPRET", "
     "yes",
     "on",
 )
-"""Whether kernels run in Triton's interpreter: decided by the environment at the first import, for the whole process."""
+"""Whether kernels run in Triton's interpreter: decided by the environment at the first import, for good."""
 
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 """Options of every launch and of every compilation: a product and a sum are rounded apart, as in the reference."""
@@ -160,7 +160,7 @@ class CompileSpec:
         fmt: FP8 format name, e.g. `e4m3fnuz`.
         signature: argument name -> Triton type (`*bf16`, `*u8`, `fp32`, `i32`, `i64`) for every argument that is not in
             `constexprs`, in any order.
-        constexprs: argument name -> value, for `tl.constexpr` arguments and for arguments a launch would fold (stride 1).
+        constexprs: argument name -> value, for `tl.constexpr` arguments and for those a launch would fold (stride 1).
         num_warps, num_stages: of the launch.
         divisible: names of arguments that are multiples of 16 at launch (pointers and sizes): a launch derives it from
             the values, cross-compilation has to be told.
@@ -267,7 +267,7 @@ def _refuse_unsupported(spec: CompileSpec, arch_name: str, target: Target) -> No
         if target.backend == "cuda" and fmt in _FNUZ:
             raise UnsupportedTarget(
                 f"{spec.case}: {fmt} has no NVIDIA instruction and no Triton type on {arch_name}; expected e4m3fn or "
-                f"e5m2 there; compile with native=False (integer encoder, uint8 codes) to get {fmt} codes on {arch_name}"
+                f"e5m2 there; compile with native=False (integer encoder, uint8 codes) to get {fmt} codes"
             )
     if spec.native and not native_cast(arch_name, spec.fmt):
         having = [
@@ -285,7 +285,7 @@ def cross_compile(spec: CompileSpec, arch_name: str) -> Compiled:
 
     Raises:
         TritonUnavailable: no triton, or this process interprets (TRITON_INTERPRET=1).
-        UnsupportedTarget: unknown arch, FNUZ on NVIDIA, or a native cast that the target lacks; before Triton is called.
+        UnsupportedTarget: unknown arch, FNUZ on NVIDIA, or a native cast that the target lacks; before compiling.
         ValueError: signature and constexprs do not name the kernel's arguments exactly.
     """
     require(f"cross-compiling {spec.case}")

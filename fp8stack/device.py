@@ -1,15 +1,15 @@
 """Which chip is this, which FP8 formats does it speak, and how do we know.
 
 FP8 comes in two dialects. MI300A, MI300X and MI325X (gfx940 to gfx942) multiply FNUZ codes, whose e4m3 ends at 240;
-MI350X and MI355X (gfx950) and all of NVIDIA multiply OCP codes, whose e4m3 ends at 448. Picking the wrong dialect gives
-no error: it clips or doubles activations. So the choice is a table row found by exact match, and a chip without a row is
-an error, never a default.
+MI350X and MI355X (gfx950) and all of NVIDIA multiply OCP codes, whose e4m3 ends at 448. Picking the wrong dialect
+gives no error: it clips or doubles activations. So the choice is a table row found by exact match, and a chip without a
+row is an error, never a default.
 
     arch    decides the *formats*: the numbers a model is trained with
     target  is what code is compiled for: cast instructions, launch configuration, GEMM backend
 
-The two are the same unless FP8STACK_ARCH is set. The override changes the arch and leaves the target: on a CPU it trains
-with MI300X numerics, on an H200 it keeps compiling for sm_90.
+The two are the same unless FP8STACK_ARCH is set. The override changes the arch and leaves the target: on a CPU it
+trains with MI300X numerics, on an H200 it keeps compiling for sm_90.
 
 On AMD the name is the *current* device's `gcnArchName` up to the first ':' ("gfx942:sramecc+:xnack-" is gfx942). The
 capability tuple is not asked there, because gfx90a reports 9.0 and would pass for a Hopper; device 0 is not asked,
@@ -134,8 +134,8 @@ def _hardware(device: torch.device | str | int | None) -> tuple[Arch, str]:
         )
     if not torch.cuda.is_available():
         raise UnknownArch(
-            f"device {where} was asked for, but torch {torch.__version__} sees no GPU; expected a ROCm or CUDA build of "
-            f"torch and a visible device; to simulate a GPU's formats on the CPU set {OVERRIDE}, for example {OVERRIDE}=gfx942"
+            f"device {where} was asked for, but torch {torch.__version__} sees no GPU; expected a ROCm or CUDA build "
+            f"of torch and a visible device; to simulate a GPU's formats on the CPU use {OVERRIDE}, such as {OVERRIDE}=gfx942"
         )
     index = torch.cuda.current_device() if where.index is None else where.index
     if torch.version.hip:
@@ -165,7 +165,7 @@ def detect(device: torch.device | str | int | None = None) -> Detected:
 
 
 def describe() -> dict[str, object]:
-    """Everything the harness wants to know about this machine, as JSON-able values. Initialises the GPU if there is one."""
+    """What the harness wants to know about this machine, as JSON-able values. Initialises the GPU if there is one."""
     from fp8stack import _triton  # here, so that detect() needs no triton
 
     found = detect()

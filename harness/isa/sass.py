@@ -159,7 +159,7 @@ def _items(lines: list[str], kernel: str) -> Iterator[Label | Instruction]:
     function = kernel
     for number, raw in enumerate(lines, start=1):
         text = raw.strip()
-        if text.startswith("//-----") or text.startswith(".section"):
+        if text.startswith(("//-----", ".section ", ".section\t")):
             inside = f".text.{kernel}" in text
             continue
         if not inside or not text:

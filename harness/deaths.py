@@ -1,0 +1,198 @@
+"""How the processes of a run ended, and what that says about the tests: KILLED, CRASH, TIMEOUT, DISAGREE, MISSING.
+
+A test process that dies leaves no report of its own; its exit code alone is ambiguous (137 is a memory limit, an
+operator or our own deadline; 0 may be a test's os._exit(0); 5 is "nothing collected" and also "every module skipped
+itself"). So the verdict comes from what agrees: our own kill record, the signal, the journal to its last line, the log.
+
+    killed by our deadline                                  TIMEOUT      the running test
+    stopped by Ctrl-C or the CI                             INTERRUPTED  the running test
+    a signal that only somebody else sends (KILL, TERM)     KILLED       the running test
+    any other signal, or an exit without a session end      CRASH        the running test
+    an xdist worker that died                               KILLED or CRASH, by its signal, the test it ran
+    exit code, session and outcomes that contradict         DISAGREE     the suite
+    nothing collected                                       MISSING      the suite
+
+Tests that never started because of it are MISSING with the words `not run`. The signatures of a machine at fault (no
+space left) are looked for in the log only after a death: a test may print anything.
+
+Not here: whether an id had to run (manifest, gate.py).
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import Verdict
+from harness.journal import Journal, ProcessRecord, SessionRecord, TestRecord
+from harness.result import Result
+
+#: Lines of logs/<suite>.log that a dead test's report carries.
+LOG_LINES = 200
+
+#: Signals that a process does not send itself by crashing: somebody else ended it.
+FROM_OUTSIDE = frozenset({"SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT"})
+
+#: killed_by of a process-end event -> verdict.
+KILLED_BY = {"deadline": Verdict.TIMEOUT, "interrupt": Verdict.INTERRUPTED}
+
+#: What the log of a dead process says when the machine is at fault.
+SIGNATURES: tuple[tuple[str, Verdict], ...] = (
+    ("No space left on device", Verdict.DISK),
+    ("Bus error: nonexistent physical address", Verdict.SHM),
+    ("fork: retry: Resource temporarily unavailable", Verdict.PIDS),
+)
+
+#: pytest's exit codes that are no outcome of tests.
+PYTEST_INTERRUPTED, PYTEST_INTERNAL, PYTEST_USAGE, PYTEST_NOTHING = 2, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a suite's process ended before its time."""
+
+    verdict: Verdict
+    message: str
+    """One line; goes behind `not run:` of the tests that never started."""
+
+
+def log_tail(evidence: Path, suite: str, lines: int = LOG_LINES) -> str:
+    """The last lines of the suite's log; a note where there is none."""
+    path = evidence / "logs" / f"{suite}.log"
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 256 * lines))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError as error:
+        return f"(logs/{suite}.log cannot be read: {error.strerror})"
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def signal_of(process: ProcessRecord) -> str | None:
+    """Name of the signal that ended the process, also where a shell in between turned it into 128 + n."""
+    if process.signal:
+        return process.signal if process.signal.startswith("SIG") else f"SIG{process.signal}"
+    code = process.rc if process.rc is not None else 0
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    return signals.Signals(number).name if number in {member.value for member in signals.Signals} else None
+
+
+def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) -> Death | None:
+    """How this process died, or None where its session came to its end."""
+    ended = f"after {process.seconds:.1f} s"
+    if not process.ended:
+        return Death(Verdict.KILLED, "the harness ended before the test process did")
+    if process.killed_by in KILLED_BY:
+        how = "did not end within its deadline and was stopped" if process.killed_by == "deadline" else "was stopped"
+        return Death(KILLED_BY[process.killed_by], f"the test process {how} {ended}")
+    if process.killed_by is not None:
+        return Death(Verdict.KILLED, f"the test process was stopped by the harness ({process.killed_by}) {ended}")
+    name = signal_of(process)
+    if name is None and session is not None and session.rc is not None:
+        return None
+    for signature, verdict in SIGNATURES:
+        if signature in log:
+            return Death(verdict, f"the test process died {ended}; its log says `{signature}`")
+    if name in FROM_OUTSIDE:
+        return Death(Verdict.KILLED, f"the test process was killed from outside by {name} {ended}")
+    if name is not None:
+        return Death(Verdict.CRASH, f"the test process died of {name} {ended}")
+    if session is None:
+        return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session began")
+    return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session had ended")
+
+
+def last_of(journal: Journal, suite: str) -> tuple[ProcessRecord | None, SessionRecord | None]:
+    """The last attempt of a suite: its process, and its pytest session if that one began."""
+    processes = [process for process in journal.processes if process.suite == suite]
+    sessions = [session for session in journal.sessions if session.suite == suite]
+    if not processes:
+        return None, sessions[-1] if sessions else None
+    process = processes[-1]
+    # A session belongs to the attempt that started before it; an attempt that died early has none.
+    if sessions and (len(sessions) >= len(processes) or not process.started or sessions[-1].time >= process.started):
+        return process, sessions[-1]
+    return process, None
+
+
+def suite_result(suite: str, what: str, verdict: Verdict, message: str, detail: str = "") -> Result:
+    """A result about a suite as a whole; its id is `<suite>/suite::<what>`."""
+    return Result(f"{suite}/suite::{what}", suite, verdict, message, detail)
+
+
+def crashed_tests(journal: Journal, suite: str, log: str) -> dict[str, Death]:
+    """Test id -> how its xdist worker died."""
+    crashed: dict[str, Death] = {}
+    for crash in journal.crashes:
+        record = journal.tests.get(crash.id)
+        if (crash.suite or (record.suite if record else crash.id.partition("/")[0])) != suite or not crash.id:
+            continue
+        name = crash.signal if not crash.signal or crash.signal.startswith("SIG") else f"SIG{crash.signal}"
+        verdict = Verdict.KILLED if name in FROM_OUTSIDE else Verdict.CRASH
+        verdict = next((infra for signature, infra in SIGNATURES if signature in log), verdict)
+        how = f"died of {name}" if name else "died"
+        crashed[crash.id] = Death(verdict, f"worker {crash.worker} {how} while it ran this test")
+    return crashed
+
+
+def findings(journal: Journal, suite: str, evidence: Path) -> Iterator[Result]:
+    """Suite-level findings: never started, died between tests, collected nothing, collection errors, contradictions."""
+    process, session = last_of(journal, suite)
+    records = [record for record in journal.tests.values() if record.suite == suite]
+    errors = [error for error in journal.collect_errors if error.suite == suite]
+    log = log_tail(evidence, suite)
+    for error in errors:
+        module = Path(error.path).stem
+        message = f"{error.path} cannot be collected: {error.message}"
+        yield Result(f"{suite}/{module}::collection", suite, Verdict.FAIL, message, error.detail)
+    if process is None:
+        yield suite_result(suite, "process", Verdict.MISSING, "the suite was selected and its process never started")
+        return
+    death = death_of(process, session, log)
+    if death is not None:
+        if not any(record.state == "running" for record in records):
+            yield suite_result(suite, "process", death.verdict, f"{death.message}, with no test running", log)
+        return
+    assert session is not None
+    if session.rc == PYTEST_USAGE:
+        yield suite_result(suite, "process", Verdict.USAGE, "pytest refused its arguments", log)
+    elif session.rc == PYTEST_INTERNAL:
+        yield suite_result(suite, "process", Verdict.DISAGREE, "pytest ended with an internal error (exit 3)", log)
+    elif not records and not errors:
+        yield suite_result(suite, "collection", Verdict.MISSING, _why_nothing(journal, suite, session), log)
+    yield from _contradictions(journal, suite, process, session, records, bool(errors), log)
+
+
+def _why_nothing(journal: Journal, suite: str, session: SessionRecord) -> str:
+    skipped = [skip for skip in journal.collect_skips if skip.suite == suite]
+    if skipped:
+        return f"the suite collected nothing: {len(skipped)} modules skipped themselves, {skipped[0].message}"
+    deselected = journal.deselected.get(suite, 0)
+    if deselected:
+        return f"the suite selected nothing: all {deselected} tests were deselected"
+    return f"the suite collected nothing (pytest's exit code {session.rc})"
+
+
+def _contradictions(
+    journal: Journal,
+    suite: str,
+    process: ProcessRecord,
+    session: SessionRecord,
+    records: list[TestRecord],
+    collect_errors: bool,
+    log: str,
+) -> Iterator[Result]:
+    red = [record.id for record in records if record.state == "failed"]
+    crashed = [crash for crash in journal.crashes if crash.suite in ("", suite)]
+    told = f"exit code {process.rc}, session {session.rc}, {len(red)} failed tests in the journal"
+    if process.rc != session.rc:
+        yield suite_result(suite, "agreement", Verdict.DISAGREE, f"the process changed its exit code late: {told}", log)
+    elif process.rc == 0 and (red or collect_errors):
+        yield suite_result(suite, "agreement", Verdict.DISAGREE, f"exit code 0 with failures: {told}", log)
+    elif process.rc == 1 and not (red or collect_errors or crashed):
+        yield suite_result(suite, "agreement", Verdict.DISAGREE, f"exit code 1 without a failure: {told}", log)
+    elif process.rc == PYTEST_INTERRUPTED and not collect_errors:
+        yield suite_result(suite, "agreement", Verdict.INTERRUPTED, f"pytest was interrupted: {told}", log)

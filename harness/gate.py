@@ -1,0 +1,528 @@
+"""The gate: an evidence folder -> one verdict a test, and one exit code.
+
+Reads what a run left (run.json, the journal, losses/, isa/, logs/) and what it is judged with (baselines, manifest,
+waivers: the copies in judged-with/, so that any machine reaches the same verdict, or a checkout's). It needs neither
+torch nor a GPU and writes nothing.
+
+Order, each step able only to make a verdict worse, except waivers:
+
+1. what the journal says of each test, and what the way its process ended adds (deaths.py);
+2. what tests measured against what was recorded: loss curves (bands.py), machine code (machinecode.py). This overrides
+   PASS: a loss test that ran to its end proves nothing about the curve;
+3. the manifest: an id that must run here, within what the run selected, and did not, is MISSING. So is a baseline row
+   whose test ran without measuring it: a test that stops writing its evidence is a gate that went blind;
+4. waivers: a red test covered by one in force is WAIVED, by one past its date WAIVER_EXPIRED; one without effect is
+   WAIVER_UNUSED. The present day is the day of the run, so that a later judgement of the same evidence is the same.
+
+A test that is in the evidence and not in the manifest is new: listed, not red.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness import bands, baselines, deaths, ledger, machinecode, manifest
+from harness.capabilities import Capabilities
+from harness.errors import HarnessError, UnreadableError, UsageError, Verdict, worst_exit
+from harness.journal import FILE_NAME as JOURNAL_FILE
+from harness.journal import Journal, TestRecord
+from harness.platforms import Platform
+from harness.platforms import get as get_platform
+from harness.result import Judgement, Result, suite_rank
+
+__all__ = ["Judgement", "Result", "judge", "read_run"]
+
+RUN_FILE = "run.json"
+JUDGED_WITH = "judged-with"
+MAIN = "main"
+
+#: What an exception's own name in a failure message says about its kind.
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+
+
+def read_run(evidence: Path) -> dict[str, Any]:
+    """run.json of an evidence folder.
+
+    Raises:
+        UsageError: this is no evidence folder.
+        UnreadableError: it is one, and its run.json is missing or cut.
+    """
+    wanted, following = "a folder that `fp8ci run` has written", "name one, or make one: `fp8ci run --platform cpu`"
+    if not evidence.is_dir():
+        raise UsageError(f"{evidence} is no folder", wanted, following)
+    path = evidence / RUN_FILE
+    if not path.exists():
+        if (evidence / JOURNAL_FILE).exists():
+            raise UnreadableError(f"{evidence} has a journal but no {RUN_FILE}", "both", "run again")
+        raise UsageError(f"{evidence} is no evidence: it has no {RUN_FILE}", wanted, following)
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnreadableError(f"{path} cannot be read ({error})", "what a run writes first", "run again") from None
+    needed = {"run_id": str, "platform": str, "suites": list}
+    for key, kind in needed.items():
+        if not isinstance(run, dict) or not isinstance(run.get(key), kind):
+            raise UnreadableError(f"{path} lacks {key!r}", f"a {kind.__name__} there", "run again")
+    return dict(run)
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """Everything the steps share; read once."""
+
+    folder: Path
+    run: Mapping[str, Any]
+    journal: Journal
+    platform: Platform
+    baselines: Path
+    suites: tuple[str, ...]
+    case: str | None
+
+    def selected(self, test_id: str) -> bool:
+        """Whether the run was asked to run this test."""
+        return test_id.partition("/")[0] in self.suites and manifest.case_matches(test_id, self.case)
+
+    @property
+    def day(self) -> datetime.date:
+        started = str(self.run.get("started") or "")
+        try:
+            return datetime.datetime.fromisoformat(started).date()
+        except ValueError:
+            return datetime.datetime.now(datetime.UTC).date()
+
+
+def judge(evidence: Path, baselines_root: Path | None = None) -> Judgement:
+    """Judge a run.
+
+    Args:
+        evidence: folder written by `fp8ci run`.
+        baselines_root: a checkout's baselines folder; None judges with the copies in the evidence.
+
+    Raises:
+        UsageError, ConfigError: exit 2: no evidence, an unknown platform, a malformed baseline, manifest or ledger.
+        UnreadableError: exit 3: run.json or the journal cannot be read at all.
+    """
+    run = read_run(evidence)
+    found = _Evidence(
+        folder=evidence,
+        run=run,
+        journal=Journal.read(evidence / JOURNAL_FILE),
+        platform=get_platform(run["platform"]),
+        baselines=baselines_root if baselines_root is not None else evidence / JUDGED_WITH,
+        suites=tuple(str(suite) for suite in run["suites"]),
+        case=run.get("case"),
+    )
+    notes: list[str] = []
+    results = _journaled(found)
+    results = _measured(found, results, notes)
+    results += _manifest_findings(found, results, notes)
+    results += _agreement(found, notes)
+    results = _waived(found, results)
+    policy = str(run.get("policy") or "pull-request")
+    if policy == MAIN:
+        results = [replace(result, strict=True) for result in results]
+    results.sort(key=lambda result: (suite_rank(result.suite), result.id))
+    counts = Counter(str(result.verdict) for result in results)
+    exit_code = worst_exit([result.exit_code for result in results])
+    return Judgement(tuple(results), exit_code, dict(sorted(counts.items())), tuple(notes), policy)
+
+
+# 1. What the journal says ------------------------------------------------------------------------------------------
+
+
+def _journaled(found: _Evidence) -> list[Result]:
+    results: list[Result] = []
+    for suite in found.suites:
+        log = deaths.log_tail(found.folder, suite)
+        process, session = deaths.last_of(found.journal, suite)
+        death = deaths.death_of(process, session, log) if process is not None else None
+        interrupted = session is not None and session.rc == deaths.PYTEST_INTERRUPTED
+        if death is None and interrupted:
+            death = deaths.Death(Verdict.INTERRUPTED, "pytest was interrupted")
+        crashed = deaths.crashed_tests(found.journal, suite, log)
+        for record in found.journal.tests.values():
+            if record.suite == suite:
+                results.append(_of_record(record, death, crashed.get(record.id), log))
+        results.extend(deaths.findings(found.journal, suite, found.folder))
+    return results
+
+
+def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Death | None, log: str) -> Result:
+    def result(verdict: Verdict, message: str, detail: str = "") -> Result:
+        return Result(record.id, record.suite, verdict, message, detail, record.seconds, dict(record.properties))
+
+    state = record.state
+    if crash is not None and state in ("running", "failed", "not-run"):
+        return result(crash.verdict, crash.message, log)
+    if state == "running":
+        if death is None:
+            return result(Verdict.DISAGREE, "started, and neither it nor its process is said to have died", log)
+        return result(death.verdict, f"{death.message} while it ran this test", log)
+    if state == "not-run":
+        why = death.message if death else "collected, never started, and its session ended as if all were done"
+        return result(Verdict.MISSING, f"not run: {why}")
+    # Attempts that a dying process cut off say nothing; outcomes that differ do.
+    outcomes = {earlier for earlier in record.earlier if earlier in ("passed", "failed")}
+    if state in ("passed", "failed") and outcomes - {state}:
+        told = ", ".join([*record.earlier, state])
+        return result(Verdict.FLAKY, f"attempts of one run ended differently: {told}", record.detail)
+    if state == "failed":
+        verdict = Verdict.OOM if any(word in record.message for word in OUT_OF_MEMORY) else Verdict.FAIL
+        phase = record.failed_phase
+        return result(verdict, record.message if phase == "call" else f"{phase}: {record.message}", record.detail)
+    if state == "skipped":
+        return result(Verdict.SKIP, record.message)
+    return result(Verdict.PASS, "")
+
+
+# 2. What tests measured --------------------------------------------------------------------------------------------
+
+
+def _measured(found: _Evidence, results: list[Result], notes: list[str]) -> list[Result]:
+    judged: list[Result] = []
+    losses = _LossJudge(found)
+    codegen = _CodegenJudge(found, notes)
+    for result in results:
+        try:
+            if "loss_file" in result.properties:
+                result = losses.judge(result)
+            if "isa_file" in result.properties:
+                result = codegen.judge(result)
+        except UnreadableError as error:
+            if result.verdict is Verdict.PASS:
+                result = replace(result, verdict=Verdict.UNREADABLE, message=str(error))
+        judged.append(result)
+    judged = losses.pair(judged)
+    return [*judged, *_blind(found, judged, losses.rows, codegen.rows)]
+
+
+def _file_of(found: _Evidence, result: Result, key: str) -> Path:
+    """The evidence file that a test names. UnreadableError for one outside of the folder."""
+    name = str(result.properties[key])
+    path = (found.folder / name).resolve()
+    if not path.is_relative_to(found.folder.resolve()):
+        raise UnreadableError(f"{key} {name!r} lies outside of the evidence folder", "a path inside of it")
+    return path
+
+
+def _overridden(result: Result, verdict: Verdict, message: str, baseline: Mapping[str, Any] | None = None) -> Result:
+    """A PASS takes the verdict of what it measured; a test that is red itself keeps its own and gains the table."""
+    if result.verdict is not Verdict.PASS:
+        return replace(result, baseline=baseline)
+    return replace(result, verdict=verdict, message=message, baseline=baseline)
+
+
+class _LossJudge:
+    """Loss curves of one run, against `<platform>/loss.json` and against each other."""
+
+    def __init__(self, found: _Evidence) -> None:
+        self.found = found
+        self.evidence: dict[str, baselines.LossEvidence] = {}
+        self.calibrated = "loss" in found.platform.calibrated
+        self.path = found.baselines / found.platform.id / baselines.LOSS_FILE
+        self.baseline = baselines.load_loss(self.path, found.platform.id) if self.path.exists() else None
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """(test id, what) of each recorded curve, for the check that all were measured."""
+        rows = self.baseline.rows if self.baseline else []
+        return sorted({(row.test, f"loss curve {row.case}") for row in rows})
+
+    def judge(self, result: Result) -> Result:
+        evidence = baselines.read_loss_evidence(_file_of(self.found, result, "loss_file"))
+        swapped = _swapped(result, evidence)
+        if swapped:
+            return _overridden(result, Verdict.DISAGREE, swapped)
+        self.evidence[result.id] = evidence
+        if self.baseline is None:
+            if not self.calibrated:
+                return _overridden(result, Verdict.UNCALIBRATED, f"no loss baseline for {self.found.platform.id}")
+            where = f"{self.found.platform.id}/{baselines.LOSS_FILE}"
+            return _overridden(result, Verdict.NO_BASELINE, f"baselines/{where} does not exist")
+        rows = self.baseline.of_case(evidence.case)
+        if not rows:
+            what = f"no run of {evidence.case} in baselines/{self.found.platform.id}/{baselines.LOSS_FILE}"
+            return _overridden(result, Verdict.NO_BASELINE, what)
+        same = self.baseline.of_config(evidence.case, evidence.config_hash)
+        if not same:
+            keys = baselines.differing_keys(evidence.config, rows[0].config)
+            told = "; ".join(keys[:4]) or "keys that the file does not hold"
+            what = f"recorded with config {rows[0].config_hash[:12]}, this is {evidence.config_hash[:12]}: {told}"
+            return _overridden(result, Verdict.STALE_BASELINE, what)
+        reference = baselines.reference_run(same)
+        if reference is None:
+            return _overridden(result, Verdict.NO_BASELINE, f"{evidence.case} has no run 0 (nudge 0, as configured)")
+        spread = [run.curve for run in same if run is not reference]
+        nudged = sum(run.nudge > 0 for run in same)
+        return self._apply(result, bands.compare(evidence.curve, reference.curve, spread, nudged))
+
+    def _apply(self, result: Result, comparison: bands.Comparison) -> Result:
+        first = comparison.first
+        table = bands.as_dict(comparison)
+        if first is None:
+            return replace(result, baseline=table)
+        detail = "\n".join(table["findings"])
+        result = _overridden(result, Verdict.REGRESSION, f"{first.layer}: {first.message}", table)
+        return replace(result, detail=result.detail or detail)
+
+    def pair(self, results: list[Result]) -> list[Result]:
+        """FP8 curves against the bf16 curve of the same model and data in this run, where there is one."""
+        plain = {_pair_key(evidence): evidence for evidence in self.evidence.values() if _high_precision(evidence)}
+        paired: list[Result] = []
+        for result in results:
+            evidence = self.evidence.get(result.id)
+            if evidence is not None and not _high_precision(evidence) and _pair_key(evidence) in plain:
+                comparison = bands.compare_paired(evidence.curve, plain[_pair_key(evidence)].curve)
+                known = result.baseline or {"kind": "loss", "rows": [], "findings": [], "notes": []}
+                new = bands.as_dict(comparison)
+                merged = {key: [*known[key], *new[key]] for key in ("rows", "findings", "notes")}
+                result = replace(result, baseline={"kind": "loss", **merged})
+                if comparison.first is not None and result.verdict in (Verdict.PASS, Verdict.UNCALIBRATED):
+                    message = f"{comparison.first.layer}: {comparison.first.message}"
+                    result = replace(result, verdict=Verdict.REGRESSION, message=message)
+            paired.append(result)
+        return paired
+
+
+def _high_precision(evidence: baselines.LossEvidence) -> bool:
+    return evidence.recipe == "bf16"
+
+
+#: Configuration that differs between an FP8 run and its bf16 twin by nature.
+UNPAIRED_KEYS = frozenset({"recipe", "format", "arch", "case", "simulated_arch"})
+
+
+def _pair_key(evidence: baselines.LossEvidence) -> str:
+    same = {key: value for key, value in evidence.config.items() if key not in UNPAIRED_KEYS}
+    return json.dumps(same, sort_keys=True, default=str)
+
+
+def _swapped(result: Result, evidence: baselines.LossEvidence) -> str | None:
+    """What tells that the file is not this test's, or None. A renamed curve of another case must not pass."""
+    case = manifest.parse(result.id).case
+    claims = {"case": (evidence.case, case)}
+    for key in ("format", "arch", "recipe", "config_hash"):
+        if key in result.properties:
+            claims[key] = (str(getattr(evidence, key)), str(result.properties[key]))
+    for key, (inside, expected) in claims.items():
+        if inside != expected:
+            return f"{result.properties['loss_file']} says {key} {inside!r}, the test says {expected!r}"
+    if evidence.nudge != 0:
+        return f"{result.properties['loss_file']} is a nudged run ({evidence.nudge}); a run as configured is judged"
+    return None
+
+
+class _CodegenJudge:
+    """Machine code of one run, against `<arch>/codegen.json` in the block of its Triton minor version."""
+
+    def __init__(self, found: _Evidence, notes: list[str]) -> None:
+        self.found = found
+        self.notes = notes
+        self.calibrated = "codegen" in found.platform.calibrated
+        self.loaded: dict[str, baselines.CodegenBaseline | None] = {}
+        for arch in found.platform.codegen_archs:
+            self._load(arch)
+        self.versions: set[str] = set()
+
+    def _load(self, arch: str) -> baselines.CodegenBaseline | None:
+        if arch not in self.loaded:
+            path = self.found.baselines / arch / baselines.CODEGEN_FILE
+            self.loaded[arch] = baselines.load_codegen(path, arch) if path.exists() else None
+        return self.loaded[arch]
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """(test id, what) of each row that this run's Triton version should have measured."""
+        rows: list[tuple[str, str]] = []
+        for arch, baseline in sorted(self.loaded.items()):
+            for block in baseline.blocks if baseline else ():
+                if block.triton in self.versions:
+                    rows.extend((row.test_id, f"machine code of {row.kernel} for {arch}") for row in block.rows)
+        return rows
+
+    def judge(self, result: Result) -> Result:
+        evidence = baselines.read_isa_evidence(_file_of(self.found, result, "isa_file"))
+        self.versions.add(baselines.minor_version(evidence.triton))
+        test = manifest.parse(result.id)
+        for key, inside, expected in (
+            ("case", evidence.case, test.case),
+            ("arch", evidence.arch, str(result.properties.get("arch", evidence.arch))),
+            ("format", evidence.format, str(result.properties.get("format", evidence.format))),
+        ):
+            if inside != expected:
+                what = f"{result.properties['isa_file']} says {key} {inside!r}, the test says {expected!r}"
+                return _overridden(result, Verdict.DISAGREE, what)
+        baseline = self._load(evidence.arch)
+        file = f"baselines/{evidence.arch}/{baselines.CODEGEN_FILE}"
+        verdict = Verdict.NO_BASELINE if self.calibrated else Verdict.UNCALIBRATED
+        unjudged = machinecode.unjudged(evidence.facts)
+        if baseline is None:
+            return _overridden(result, verdict, f"{file} does not exist", unjudged)
+        block = baseline.block(evidence.triton)
+        if block is None:
+            known = ", ".join(block.triton for block in baseline.blocks) or "none"
+            version = baselines.minor_version(evidence.triton)
+            what = f"{file} has no block for Triton {version}, only for {known}"
+            return _overridden(result, verdict, what, unjudged)
+        wanted = (*test.key, evidence.format, evidence.arch)
+        row = next((row for row in block.rows if row.key == wanted), None)
+        if row is None:
+            what = f"{file} has no row for {test.case} under Triton {block.triton}"
+            return _overridden(result, verdict, what, unjudged)
+        if row.kernel != evidence.kernel or row.config != evidence.config:
+            now = {"kernel": evidence.kernel, **evidence.config}
+            keys = baselines.differing_keys(now, {"kernel": row.kernel, **row.config})
+            what = f"recorded for another configuration: {'; '.join(keys[:4])}"
+            return _overridden(result, Verdict.STALE_BASELINE, what, unjudged)
+        comparison = machinecode.compare(evidence.facts, row.facts)
+        if row.listing_hash != evidence.listing_hash and not comparison.moved:
+            self.notes.append(f"changed: the listing of {test.case}, with every gated fact equal")
+        result = _overridden(result, comparison.verdict, comparison.message, comparison.as_dict())
+        if result.verdict is Verdict.IMPROVED:
+            patch = json.dumps({"module": row.module, "test": row.test, "case": row.case, "facts": evidence.facts})
+            detail = f"{file}, block {block.triton}; record it: `fp8ci baseline record`\n{comparison.patch}\n{patch}"
+            result = replace(result, detail=detail)
+        return result
+
+
+def _blind(found: _Evidence, results: list[Result], *recorded: list[tuple[str, str]]) -> Iterator[Result]:
+    """Rows of a baseline that no test measured although it ran, or although the run selected it."""
+    by_id = {result.id: result for result in results}
+    measured = {result.id for result in results if {"loss_file", "isa_file"} & result.properties.keys()}
+    for test_id, what in (row for rows in recorded for row in rows):
+        if test_id in measured or not found.selected(test_id):
+            continue
+        known = by_id.get(test_id)
+        if known is not None and known.verdict is not Verdict.PASS:
+            continue  # red, skipped or missing for a reason that is already told
+        suite = test_id.partition("/")[0]
+        name = f"{test_id.partition('[')[0]}-evidence[{manifest.parse(test_id).case}]" if known else test_id
+        told = "its test ran and wrote no evidence" if known else "no test of that id ran"
+        yield Result(name, suite, Verdict.MISSING, f"{what} has a baseline and was not measured: {told}")
+
+
+# 3. Manifest -------------------------------------------------------------------------------------------------------
+
+
+def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]) -> list[Result]:
+    """Adds MISSING for ids that must run here; turns their SKIP into MISSING in place."""
+    path = found.baselines / found.platform.id / "manifest.txt"
+    if not path.exists():
+        what = f"baselines/{found.platform.id}/manifest.txt does not exist: nothing says which tests must run here"
+        if found.platform.calibrated:
+            return [deaths.suite_result(found.suites[0], "manifest", Verdict.NO_BASELINE, what)]
+        notes.append(what)
+        return []
+    required = [test_id for test_id in manifest.read(path) if found.selected(test_id)]
+    positions = {result.id: position for position, result in enumerate(results)}
+    absent: list[Result] = []
+    for test_id in required:
+        position = positions.get(test_id)
+        if position is None:
+            what = f"in baselines/{found.platform.id}/manifest.txt, and not collected"
+            absent.append(Result(test_id, test_id.partition("/")[0], Verdict.MISSING, what))
+        elif results[position].verdict is Verdict.SKIP:
+            reason = f"must run on {found.platform.id} and was skipped: {results[position].message}"
+            results[position] = replace(results[position], verdict=Verdict.MISSING, message=reason)
+    listed = set(required)
+    new = [test_id for test_id in found.journal.tests if test_id not in listed and found.selected(test_id)]
+    if new:
+        more = f" and {len(new) - 3} more" if len(new) > 3 else ""
+        notes.append(f"new: {len(new)} tests are not in the manifest: {', '.join(sorted(new)[:3])}{more}")
+    return absent
+
+
+# Agreement of the run's own files ----------------------------------------------------------------------------------
+
+
+def _agreement(found: _Evidence, notes: list[str]) -> Iterable[Result]:
+    run_id = found.run["run_id"]
+    strangers = sorted(found.journal.run_ids - {run_id})
+    if strangers:
+        what = f"the journal is of run {strangers[0]}, {RUN_FILE} of {run_id}: one of them is from another run"
+        yield deaths.suite_result(found.suites[0], "run-id", Verdict.DISAGREE, what)
+    for test_id in found.journal.tests:
+        suite = test_id.partition("/")[0]
+        if suite not in found.suites:
+            what = f"the journal holds {test_id}, and the run did not select suite {suite!r}"
+            yield deaths.suite_result(suite, "selection", Verdict.DISAGREE, what)
+            break
+    if not found.journal.damage:
+        return
+    died = any(
+        process is None or not process.ended or session is None or session.rc is None
+        for process, session in (deaths.last_of(found.journal, suite) for suite in found.suites)
+    )
+    if died:
+        notes.extend(f"journal: {damage}" for damage in found.journal.damage)
+    else:
+        what = f"{JOURNAL_FILE}: {found.journal.damage[0]}, though every process ended in order"
+        yield deaths.suite_result(found.suites[0], "journal", Verdict.UNREADABLE, what)
+
+
+# 4. Waivers --------------------------------------------------------------------------------------------------------
+
+
+def _capabilities(found: _Evidence) -> Capabilities:
+    raw = found.run.get("capabilities")
+    if not isinstance(raw, dict):
+        raise UnreadableError(f"{RUN_FILE} does not say what the machine can do", "'capabilities'", "run again")
+    return Capabilities.from_json(json.dumps(raw))
+
+
+def _waived(found: _Evidence, results: list[Result]) -> list[Result]:
+    waivers = ledger.load(found.baselines / "waivers.toml", today=found.day)
+    if not waivers:
+        return results
+    here = _capabilities(found)
+    positions = {result.id: position for position, result in enumerate(results)}
+    for waiver in waivers:
+        if not waiver.applies(here) or not found.selected(waiver.id):
+            continue
+        position = positions.get(waiver.id)
+        known = results[position] if position is not None else None
+        owner = f"{waiver.reason} ({waiver.issue}, {waiver.owner}, until {waiver.expires})"
+        if known is None or known.verdict in (Verdict.PASS, Verdict.IMPROVED):
+            told = "passes" if known else "was not run"
+            unused = f"waived, and the test {told}: {owner}"
+            result = Result(waiver.id, waiver.id.partition("/")[0], Verdict.WAIVER_UNUSED, unused)
+            result = replace(known, verdict=Verdict.WAIVER_UNUSED, message=unused) if known else result
+        elif waiver.expired(found.day):
+            told = f"the waiver expired on {waiver.expires}: {owner}; {known.verdict}: {known.message}"
+            result = replace(known, verdict=Verdict.WAIVER_EXPIRED, message=told)
+        elif known.red or known.verdict is Verdict.SKIP:
+            result = replace(known, verdict=Verdict.WAIVED, message=f"{owner}; {known.verdict}: {known.message}")
+        else:
+            continue
+        if position is None:
+            results.append(result)
+        else:
+            results[position] = result
+    return results
+
+
+def against(evidence: Path, checkout_baselines: Path) -> tuple[Judgement, tuple[str, ...]]:
+    """Judge with a checkout's baselines (`--current`) and say what differs from the judgement of the run itself.
+
+    Returns:
+        The judgement with the checkout's files, and one line for each test whose verdict differs.
+    """
+    current = judge(evidence, checkout_baselines)
+    try:
+        original = judge(evidence)
+    except HarnessError as error:
+        return current, (f"the copies in {JUDGED_WITH}/ cannot be judged with: {error}",)
+    before = {result.id: result.verdict for result in original.results}
+    after = {result.id: result.verdict for result in current.results}
+    lines = [
+        f"{test_id}: {before.get(test_id, 'absent')} by the run's own files, {after.get(test_id, 'absent')} by these"
+        for test_id in sorted({*before, *after})
+        if before.get(test_id) != after.get(test_id)
+    ]
+    return current, tuple(lines)

@@ -28,7 +28,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.baselines import LossEvidence, LossRun
 
 #: (first step, last step), both included.
 WINDOWS: tuple[tuple[int, int], ...] = ((1, 1), (2, 5), (6, 10), (11, 20), (21, 50), (51, 100))
@@ -68,21 +71,25 @@ class Curve:
     digests: Mapping[int, Mapping[str, Digest]] = field(default_factory=dict)
 
     @classmethod
-    def from_series(
-        cls,
-        loss: Sequence[float],
-        grad_norm: Sequence[float],
-        saturated: Sequence[int] = (),
-        nan: Sequence[int] = (),
-        digests: Mapping[str, Mapping[str, Digest]] | None = None,
-    ) -> Curve:
-        """Number complete series from step 1. The keys of `digests` are step numbers as text, as in JSON."""
+    def of_run(cls, run: LossRun) -> Curve:
+        """A recorded run; its series are complete and start at step 1."""
         return cls(
-            loss=dict(enumerate(loss, 1)),
-            grad_norm=dict(enumerate(grad_norm, 1)),
-            saturated=dict(enumerate(saturated, 1)),
-            nan=dict(enumerate(nan, 1)),
-            digests={int(step): dict(parameters) for step, parameters in (digests or {}).items()},
+            loss=dict(enumerate(run.loss, 1)),
+            grad_norm=dict(enumerate(run.grad_norm, 1)),
+            saturated=dict(enumerate(run.saturated, 1)),
+            nan=dict(enumerate(run.nan, 1)),
+            digests={int(step): parameters for step, parameters in run.digests.items()},
+        )
+
+    @classmethod
+    def of_evidence(cls, evidence: LossEvidence) -> Curve:
+        """What a run left, by the step numbers in its file: a gap stays a gap, of a repeated step the last counts."""
+        return cls(
+            loss={step.step: step.loss for step in evidence.steps},
+            grad_norm={step.step: step.grad_norm for step in evidence.steps},
+            saturated={step.step: step.saturated for step in evidence.steps},
+            nan={step.step: step.nan for step in evidence.steps},
+            digests={int(step): parameters for step, parameters in evidence.digests.items() if step.isdigit()},
         )
 
     @property

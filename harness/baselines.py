@@ -3,10 +3,10 @@
     baselines/<platform>/loss.json     one row a run of a case: the whole curve, its gradient digests, its provenance
     baselines/<arch>/codegen.json      one block a Triton minor version; one row a kernel at one configuration
 
-Files hold raw runs, never thresholds: bands.py and gate.py compute limits when they judge, so a change of policy needs no
-new measurement. Decoding is strict because a baseline that is half understood gates nothing: an unknown field, a missing
-one, a NaN, a curve printed with five decimals, a file that was copied from another platform's folder are errors that name
-file, key and the way out, exit 2. Files are written by `fp8ci baseline record` (record.py) and by nothing else.
+Files hold raw runs, never thresholds: bands.py and gate.py compute limits when they judge, so a change of policy needs
+no new measurement. Decoding is strict because a baseline that is half understood gates nothing: an unknown field, a
+missing one, a NaN, a curve printed with five decimals, a file that was copied from another platform's folder are errors
+that name file, key and the way out, exit 2. `fp8ci baseline record` (record.py) writes the files and nothing else does.
 
 One row a line, sorted by key, floats in their shortest exact form (up to 17 digits): a diff reads.
 
@@ -28,8 +28,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from .bands import Curve
-from .errors import ConfigError, UnreadableError
+from harness.errors import ConfigError, UnreadableError
 
 SCHEMA = 1
 LOSS_FILE = "loss.json"
@@ -93,10 +92,6 @@ class LossRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def as_configured(self) -> bool:
         return self.nudge == 0 and self.variant == ""
-
-    @property
-    def curve(self) -> Curve:
-        return Curve.from_series(self.loss, self.grad_norm, self.saturated, self.nan, self.digests)
 
 
 class LossBaseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -356,17 +351,6 @@ class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, dict[str, list[float]]] = {}
     versions: dict[str, Any] = {}
 
-    @property
-    def curve(self) -> Curve:
-        """The curve by the step numbers in the file: a gap stays a gap, a repeated step keeps the later value."""
-        return Curve(
-            loss={step.step: step.loss for step in self.steps},
-            grad_norm={step.step: step.grad_norm for step in self.steps},
-            saturated={step.step: step.saturated for step in self.steps},
-            nan={step.step: step.nan for step in self.steps},
-            digests={int(step): parameters for step, parameters in self.digests.items() if step.isdigit()},
-        )
-
 
 class IsaEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """`isa/<case>.json`, written by the codegen suite."""
@@ -398,9 +382,8 @@ def _read_evidence(path: Path, kind: type[_T]) -> _T:
         # Python's json, not msgspec's: it reads the bare NaN of a diverged run.
         return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), kind)
     except OSError as error:
-        raise UnreadableError(
-            f"{path.name} cannot be read ({error.strerror})", "the file that the test names"
-        ) from None
+        what = f"{path.name} cannot be read ({error.strerror})"
+        raise UnreadableError(what, "the file that the test names") from None
     except (ValueError, RecursionError) as error:
         # msgspec.ValidationError, json.JSONDecodeError and UnicodeDecodeError are all ValueErrors.
         raise UnreadableError(f"{path.name}: {_one_line(str(error))}", "the file that the suite writes") from None

@@ -258,9 +258,11 @@ class _LossJudge:
         reference = baselines.reference_run(same)
         if reference is None:
             return _overridden(result, Verdict.NO_BASELINE, f"{evidence.case} has no run 0 (nudge 0, as configured)")
-        spread = [run.curve for run in same if run is not reference]
+        spread = [bands.Curve.of_run(run) for run in same if run is not reference]
         nudged = sum(run.nudge > 0 for run in same)
-        return self._apply(result, bands.compare(evidence.curve, reference.curve, spread, nudged))
+        return self._apply(
+            result, bands.compare(bands.Curve.of_evidence(evidence), bands.Curve.of_run(reference), spread, nudged)
+        )
 
     def _apply(self, result: Result, comparison: bands.Comparison) -> Result:
         first = comparison.first
@@ -278,7 +280,9 @@ class _LossJudge:
         for result in results:
             evidence = self.evidence.get(result.id)
             if evidence is not None and not _high_precision(evidence) and _pair_key(evidence) in plain:
-                comparison = bands.compare_paired(evidence.curve, plain[_pair_key(evidence)].curve)
+                comparison = bands.compare_paired(
+                    bands.Curve.of_evidence(evidence), bands.Curve.of_evidence(plain[_pair_key(evidence)])
+                )
                 known = result.baseline or {"kind": "loss", "rows": [], "findings": [], "notes": []}
                 new = bands.as_dict(comparison)
                 merged = {key: [*known[key], *new[key]] for key in ("rows", "findings", "notes")}

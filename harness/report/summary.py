@@ -1,13 +1,13 @@
 """summary.md: what a person reads first, on a terminal, in a log or on a CI's summary page.
 
-Plain text that is also Markdown: readable without colour, worst first. The first line carries the whole answer: verdict,
-exit code, counts, and the worst finding with its suite, test and message. Then the findings, the tables behind
+Plain text that is also Markdown: readable without colour, worst first. The first line carries the whole answer:
+verdict, exit code, the worst finding with its suite, test and message, and counts. Then the findings, the tables behind
 them (curves by window, machine code beside the baseline's), and everything that was not judged, which is listed and
 never called a pass.
 
-A CI drops a step summary over 1 MiB (near the limit without a word) and counts bytes, not characters. So the text is cut
-by bytes, from the end, and what matters stands at the beginning. The verdict comes from the totals, never from what the
-text could hold.
+A CI drops a step summary over 1 MiB (near the limit without a word) and counts bytes, not characters. So the text is
+cut by bytes, from the end, and what matters stands at the beginning. The verdict comes from the totals, never from what
+the text could hold.
 
 Not here: verdicts (gate.py), HTML (report.html).
 """
@@ -59,10 +59,10 @@ def told(result: Result) -> str:
 
 
 def count_line(judgement: Judgement) -> str:
-    """`214 tests: 212 PASS, 1 FAIL, 1 SKIP`, worst first."""
+    """`214 checks: 212 PASS, 1 FAIL, 1 SKIP`, worst first."""
     ordered = sorted(judgement.counts.items(), key=lambda item: VERDICTS[Verdict(item[0])].rank)
     listed = ", ".join(f"{count} {verdict}" for verdict, count in ordered)
-    return f"{len(judgement.results)} tests: {listed or 'none'}"
+    return f"{len(judgement.results)} checks: {listed or 'none'}"
 
 
 def render(judgement: Judgement, run: Mapping[str, Any]) -> str:
@@ -161,7 +161,7 @@ def _suites(judgement: Judgement) -> list[str]:
             f"{counts[verdict]} {verdict}" for verdict in sorted(counts, key=lambda verdict: VERDICTS[verdict].rank)
         )
         rows.append([suite, str(len(mine)), told_counts, f"{sum(result.seconds for result in mine):.1f}"])
-    return ["## Suites", "", *table(("suite", "tests", "verdicts", "test seconds"), rows)] if rows else []
+    return ["## Suites", "", *table(("suite", "checks", "verdicts", "test seconds"), rows)] if rows else []
 
 
 def _curves(judgement: Judgement) -> list[str]:

@@ -1,7 +1,7 @@
 """Reads the golden tables and refuses any that was touched by hand.
 
-A table that lost a row still passes every comparison, so each file is held to its row count and SHA-256 in INDEX.json, and
-to the floors below that INDEX.json cannot lower: 256 decodes, every midpoint, 60 rows an op and format.
+A table that lost a row still passes every comparison, so each file is held to its row count and SHA-256 in INDEX.json,
+and to the floors below that INDEX.json cannot lower: 256 decodes, every midpoint, 60 rows an op and format.
 Not here: making them (generate.py).
 """
 

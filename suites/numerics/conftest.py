@@ -1,0 +1,36 @@
+"""What every numerics test gets: kernels (interpreted where there is no GPU), poisoned memory, its case on record.
+
+TRITON_INTERPRET must be chosen before the first import of triton. `fp8ci` chooses it for the suite's process; for a
+plain `pytest suites/numerics` it is chosen here, unless the environment already says 0 or 1. It holds for the whole
+process, so the codegen suite, which compiles, does not run in the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from suites.cases import FORMATS
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def recorded_case(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None], device: str, poison: None
+) -> None:
+    """Record arch and format of every row, with uninitialised memory poisoned while it runs."""
+    from fp8stack.device import detect
+
+    record_property("arch", detect(device).arch.name)
+    callspec = getattr(request.node, "callspec", None)
+    words = callspec.id.split("-") if callspec is not None else []
+    for word in words:
+        if word in FORMATS:
+            record_property("format", word)
+            break

@@ -27,11 +27,9 @@ import pytest
 from harness import capabilities, journal, manifest
 from harness.errors import HarnessError
 from harness.executor import signal_name
+from harness.platforms import DEVICES_VARIABLE
 
 WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
-DEVICES_VARIABLE = "FP8CI_WORKER_DEVICES"
-"""`NAME=0,1,2`: worker i sees only the i-th of these devices, through the environment variable NAME."""
-
 MESSAGE_LIMIT = 400
 
 

@@ -361,6 +361,27 @@ _HANDLERS = {
 }
 
 
+class JournalTail:
+    """Reads along in a journal that is being written: each `read` gives the events that are whole by now."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """New events since the last call; none while the file does not exist. What is no event is passed over."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._position)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        self._position += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [event for line in lines if (event := decode_line(line)) is not None]
+
+
 def decode_line(line: bytes) -> dict[str, Any] | None:
     """One line -> its event, None when it is none (cut, or not an object)."""
     try:

@@ -137,6 +137,9 @@ _GPU_NUMERICS = Execution(_COMPILED, _NOT_INTERPRETED, "gpus", 1200.0, 0.2, 20.0
 _CODEGEN = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 900.0, 1.0, 4.0)
 _LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "one", 1800.0, 20.0, 4.0)
 
+DEVICES_VARIABLE = "FP8CI_WORKER_DEVICES"
+"""`NAME=0,1,2`: test worker i sees only the i-th of these devices, through the environment variable NAME."""
+
 EXECUTION: Mapping[tuple[Vendor, str], Execution] = MappingProxyType(
     {
         ("cpu", "numerics"): _CPU_NUMERICS,

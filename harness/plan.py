@@ -1,0 +1,294 @@
+"""What will run: the processes of a run, and for `fp8ci plan` the fate of every test id before anything runs.
+
+A job is one suite in one test process (which may be pytest-xdist's controller). Jobs are laid into lanes: the jobs of a
+lane run one after the other, the lanes run side by side and split the cores between them, so that a suite that cannot
+use a second core does not keep it idle. Nothing here is timed, so sharing the machine costs no verdict; suites that
+measure speed must never share it.
+
+Starting pytest-xdist costs each worker an import of torch, about two seconds on its core: a job that is expected to be
+short runs in one process.
+
+`collect` asks pytest itself (`--collect-only` with our plugin), because only pytest knows its ids, and compares them
+with the manifest and the ledger: run, skip with its reason, waived, or missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from harness import capabilities, journal, ledger, manifest, platforms
+from harness.errors import UsageError
+from harness.executor import Command, Executor
+from harness.platforms import DEVICES_VARIABLE, Execution, Platform
+
+SHORT = 8.0
+"""Seconds of expected work below which one process beats the start of several."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One suite in one test process."""
+
+    suite: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    workers: int
+    threads: int
+    deadline: float
+    expected_seconds: float
+
+
+Lanes = tuple[tuple[Job, ...], ...]
+
+
+def find_root(start: Path) -> Path:
+    """The nearest folder upwards that holds baselines/ and suites/; UsageError when there is none."""
+    for folder in (start.absolute(), *start.absolute().parents):
+        if (folder / "baselines").is_dir() and (folder / "suites").is_dir():
+            return folder
+    raise UsageError(f"{start} is in no checkout", "a folder with baselines/ and suites/ at or above it", "use --root")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: the scheduler's mask, and the quota of the control group where it has one."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores  # no such control group: nothing limits us further
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def expected_tests(root: Path, platform: Platform, suite: str, case: str | None) -> int | None:
+    """How many tests the manifest leads one to expect; None where the platform has no manifest yet."""
+    path = root / "baselines" / platform.id / "manifest.txt"
+    if not path.exists():
+        return None
+    return sum(
+        test_id.startswith(f"{suite}/") and manifest.case_matches(test_id, case) for test_id in manifest.read(path)
+    )
+
+
+def lanes(
+    root: Path,
+    platform: Platform,
+    suites: Sequence[str],
+    *,
+    case: str | None,
+    options: Sequence[str],
+    pytest_args: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    gpus: int = 0,
+    cores: int | None = None,
+    collect_only: bool = False,
+) -> Lanes:
+    """The jobs of a run, laid into lanes.
+
+    `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else. On a GPU there is
+    one lane: two suites at once would share the device.
+    """
+    available = cores or usable_cores()
+    work = {suite: _work(root, platform, suite, case) for suite in suites}
+    count = min(len(suites), available) if platform.vendor == "cpu" else 1
+    laid: list[list[str]] = [[] for _ in range(max(1, count))]
+    for suite in sorted(suites, key=lambda name: (-work[name], name)):  # longest first, onto the emptiest lane
+        min(laid, key=lambda lane: sum(work[name] for name in lane)).append(suite)
+    share = max(1, available // len(laid))
+    make = _JobMaker(root, platform, options, pytest_args, environment or {}, gpus, share, collect_only)
+    order = {suite: position for position, suite in enumerate(suites)}
+    return tuple(tuple(make.job(suite, work[suite]) for suite in sorted(lane, key=order.__getitem__)) for lane in laid)
+
+
+def _work(root: Path, platform: Platform, suite: str, case: str | None) -> float:
+    """Expected seconds of one core. Without a manifest a suite counts as long, so that it gets its workers."""
+    execution = platforms.EXECUTION[platform.vendor, suite]
+    tests = expected_tests(root, platform, suite, case)
+    return 10 * SHORT if tests is None else tests * execution.seconds_a_test
+
+
+@dataclass(frozen=True)
+class _JobMaker:
+    root: Path
+    platform: Platform
+    options: Sequence[str]
+    pytest_args: Sequence[str]
+    overrides: Mapping[str, str]
+    gpus: int
+    share: int
+    collect_only: bool
+
+    def job(self, suite: str, work: float) -> Job:
+        execution = platforms.EXECUTION[self.platform.vendor, suite]
+        workers = self._workers(execution, work)
+        threads = max(1, self.share // max(1, workers))
+        own_workers = any(item.startswith(("-n", "--numprocesses", "--dist")) for item in self.pytest_args)
+        argv = [
+            sys.executable,
+            "-m",
+            "pytest",
+            f"suites/{suite}",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(self.root),
+        ]
+        argv += ["-q", "--tb=short", "-rfE", *_plugin(), "--fp8-suite", suite, *self.options]
+        if self.collect_only:
+            argv += ["--collect-only"]
+        elif workers > 1 and not own_workers:
+            argv += ["-n", str(workers)]
+        argv += self.pytest_args
+        expected = execution.start_seconds + work / max(1, workers)
+        return Job(
+            suite,
+            tuple(argv),
+            self._environment(execution, workers, threads),
+            workers,
+            threads,
+            execution.deadline,
+            expected,
+        )
+
+    def _workers(self, execution: Execution, work: float) -> int:
+        if execution.workers == "gpus":
+            return max(1, self.gpus)
+        if execution.workers == "one" or work < SHORT:
+            return 1
+        return self.share
+
+    def _environment(self, execution: Execution, workers: int, threads: int) -> dict[str, str]:
+        """The whole environment of the process. OMP_NUM_THREADS is only ever lowered by the caller's own value."""
+        base = {name: value for name, value in os.environ.items() if name not in execution.unset}
+        asked = base.get("OMP_NUM_THREADS", "")
+        base.update(self.platform.environment)
+        base.update(execution.environment)
+        base["OMP_NUM_THREADS"] = str(min(threads, int(asked)) if asked.isdigit() and int(asked) else threads)
+        if execution.workers == "gpus" and workers > 1:
+            name = "HIP_VISIBLE_DEVICES" if self.platform.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+            devices = base.get(name) or ",".join(map(str, range(workers)))
+            base[DEVICES_VARIABLE] = f"{name}={devices}"
+        base.update(self.overrides)
+        return base
+
+
+def _plugin() -> tuple[str, ...]:
+    """pytest finds our plugin by its entry point where the distribution is installed; in a bare checkout name it."""
+    installed = any(entry.value == "harness.plugin" for entry in importlib.metadata.entry_points(group="pytest11"))
+    return () if installed else ("-p", "harness.plugin")
+
+
+Fate = Literal["run", "skip", "waived", "missing"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What will become of one test id. `reason` says why it does not run, or what is unusual about its running."""
+
+    id: str
+    suite: str
+    fate: Fate
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `fp8ci plan` prints. `problems` are files that could not be collected, a sentence each."""
+
+    platform: Platform
+    reason: str
+    machine: capabilities.Capabilities
+    suites: tuple[str, ...]
+    entries: tuple[Planned, ...]
+    problems: tuple[str, ...]
+
+
+def collect(
+    root: Path,
+    platform: Platform,
+    reason: str,
+    *,
+    suites: tuple[str, ...] = (),
+    case: str | None = None,
+    executor: Executor,
+) -> Plan:
+    """Ask pytest for the ids of every suite, side by side, and compare them with manifest and ledger; runs no test."""
+    chosen = platforms.select_suites(platform, suites)
+    machine = capabilities.probe(platform)
+    with tempfile.TemporaryDirectory(prefix="fp8ci-plan-") as folder:
+        out = Path(folder)
+        known = out / "capabilities.json"
+        known.write_text(machine.to_json(), encoding="utf-8")
+        options = ["--fp8-out", folder, "--fp8-platform", platform.id, "--fp8-run-id", "plan"]
+        options += ["--fp8-capabilities", str(known), *(["--fp8-case", case] if case else [])]
+        laid = lanes(root, platform, chosen, case=case, options=options, collect_only=True)
+        threads = []
+        for lane in laid:
+            commands = [
+                Command(job.argv, job.environment, root, job.deadline, out / f"{job.suite}.log") for job in lane
+            ]
+            threads.append(threading.Thread(target=_collect_lane, args=(executor, commands)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        path = out / journal.FILE_NAME
+        told = journal.Journal.read(path) if path.exists() else journal.Journal()
+    problems = [f"{record.path}: {record.message}" for record in (*told.collect_errors, *told.collect_skips)]
+    entries: list[Planned] = []
+    for suite in chosen:
+        entries += _fates(root, platform, machine, suite, case, told)
+        if suite not in told.collected:
+            problems.append(f"suite {suite} could not be collected")
+    return Plan(platform, reason, machine, chosen, tuple(entries), tuple(problems))
+
+
+def _collect_lane(executor: Executor, commands: Sequence[Command]) -> None:
+    for command in commands:
+        executor.run(command, cancelled=threading.Event())
+
+
+def _fates(
+    root: Path,
+    platform: Platform,
+    machine: capabilities.Capabilities,
+    suite: str,
+    case: str | None,
+    told: journal.Journal,
+) -> list[Planned]:
+    """One suite's ids: those collected, in pytest's order, then those that only the manifest has."""
+    path = root / "baselines" / platform.id / "manifest.txt"
+    listed = manifest.read(path) if path.exists() else ()
+    required = [item for item in listed if item.startswith(f"{suite}/") and manifest.case_matches(item, case)]
+    waivers = ledger.load(root / "baselines" / "waivers.toml")
+    collected = told.collected.get(suite, [])
+    entries = []
+    for test_id in collected:
+        waiver = next((item for item in waivers if item.covers(test_id, machine)), None)
+        if test_id in told.planned_skips:
+            note = "; the manifest says that it must run here" if test_id in required else ""
+            entries.append(Planned(test_id, suite, "skip", told.planned_skips[test_id] + note))
+        elif waiver is not None:
+            entries.append(
+                Planned(test_id, suite, "waived", f"until {waiver.expires}: {waiver.reason} ({waiver.issue})")
+            )
+        else:
+            note = "" if test_id in required or not listed else "not in the manifest yet"
+            entries.append(Planned(test_id, suite, "run", note))
+    present = set(collected)
+    lost = "the manifest says that it must run here; it was not collected"
+    return entries + [Planned(item, suite, "missing", lost) for item in required if item not in present]
+
+
+def check_root(root: Path) -> None:
+    """UsageError when `root` is no checkout."""
+    for name in ("baselines", "suites"):
+        if not (root / name).is_dir():
+            raise UsageError(f"{root} has no {name}/", "a checkout with baselines/ and suites/", "correct --root")

@@ -1,0 +1,400 @@
+"""`execute`: plan -> evidence folder. Runs the suites and records what happened; gives no verdict.
+
+The folder is written so that it can be judged whatever stops the run, and when: run.json before the first test, the
+journal event by event, each process's start and end around it. Results of an earlier run in the same folder go first,
+since a stale junit.xml next to a run that died is the oldest way to turn green by accident. What the run is judged with
+(baselines, manifest, ledger) is copied beside it: a gate elsewhere, or next year, reaches the same verdict.
+
+SIGINT, SIGTERM and SIGHUP stop the test processes (SIGTERM, then SIGKILL), and the folder is finished as it is: the
+journal's `process-end` says `interrupt`, run.json says `"interrupted": true`.
+
+Not here: what runs where (plan.py), verdicts (gate.py), junit.xml and summary.md (written by the command line).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform as host
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from harness import capabilities, journal, plan, platforms, progress
+from harness.errors import DiskError, HarnessError, InterruptedRun, UsageError
+from harness.executor import Command, Executor
+from harness.local import LocalExecutor
+from harness.plan import Job, Lanes
+from harness.platforms import Platform
+
+SCHEMA = 1
+RUN_FILE = "run.json"
+CAPABILITIES_FILE = "capabilities.json"
+JUDGED_WITH = "judged-with"
+
+_OWN_FILES = (RUN_FILE, CAPABILITIES_FILE, journal.FILE_NAME, "junit.xml", "summary.md", "report.html")
+_OWN_FOLDERS = ("logs", "losses", "isa", "samples", JUDGED_WITH)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What to run. Empty `suites` are those that must run on the platform.
+
+    `case` is a glob over case ids, `out` the evidence folder (default: evidence/<platform>-<UTC time>-<run id> in the
+    checkout), `pytest_args` go to every suite's pytest, `env_overrides` win over everything the platform sets.
+    `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
+    """
+
+    root: Path
+    platform: Platform
+    platform_reason: str
+    suites: tuple[str, ...] = ()
+    case: str | None = None
+    out: Path | None = None
+    pytest_args: tuple[str, ...] = ()
+    policy: str = "pull-request"
+    env_overrides: Mapping[str, str] = field(default_factory=dict)
+    progress: bool = True
+    deadline: float | None = None
+    cores: int | None = None
+
+
+def execute(request: RunRequest, executor: Executor | None = None) -> Path:
+    """Run the suites; returns the evidence folder, complete up to whatever ended the run.
+
+    UsageError for a suite or platform that cannot run here, a case that selects nothing, or an output folder that
+    holds something else. InterruptedRun when it was stopped before the first test process. InfraError when the device
+    does not answer or a process cannot be started.
+    """
+    plan.check_root(request.root)
+    suites = platforms.select_suites(request.platform, request.suites)
+    run_id = secrets.token_hex(4)
+    started = _now()
+    stamp = started.strftime("%Y%m%dT%H%M%SZ")
+    default = request.root / "evidence" / f"{request.platform.id}-{stamp}-{run_id}"
+    out = prepare_folder((request.out or default).absolute())
+    with _stop_signals() as stopped:
+        machine = _probe(request, stopped)
+        (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
+        _copy_judged_with(request, out)
+        run = _describe(request, suites, machine, run_id, started)
+        with tempfile.TemporaryDirectory(prefix="fp8ci-triton-") as cache:
+            lanes = _lanes(request, suites, machine, out, run_id, cache)
+            run["jobs"] = [
+                {"suite": job.suite, "lane": number, "workers": job.workers, "threads": job.threads}
+                for number, lane in enumerate(lanes)
+                for job in lane
+            ]
+            _write_json(out / RUN_FILE, run)
+            errors = _run_lanes(request, executor or LocalExecutor(), lanes, out, stopped)
+        told = journal.Journal.read(out / journal.FILE_NAME)
+        run["finished"] = _text(_now())
+        run["interrupted"] = stopped.is_set()
+        run["attempts"] = [
+            {
+                "suite": process.suite,
+                "attempt": process.attempt,
+                "rc": process.rc,
+                "signal": process.signal,
+                "killed_by": process.killed_by,
+                "seconds": process.seconds,
+            }
+            for process in told.processes
+        ]
+        _write_json(out / RUN_FILE, run)
+    if errors:
+        raise errors[0]
+    if stopped.is_set() and not told.processes:
+        raise InterruptedRun("stopped before the first test", next_step="run again")
+    _check_case(request, suites, told)
+    return out
+
+
+def prepare_folder(out: Path) -> Path:
+    """An empty evidence folder; an older run's results in it are removed, anything else in it is left alone.
+
+    UsageError for a folder that holds other things and is no evidence; DiskError when it cannot be written.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file", "a folder for the evidence", "name another with --out")
+    evidence = (out / RUN_FILE).exists() or (out / journal.FILE_NAME).exists()
+    if out.exists() and any(out.iterdir()) and not evidence:
+        raise UsageError(f"{out} is not empty and no evidence", "a new, empty or evidence folder", "name another")
+    try:
+        for name in _OWN_FILES:
+            (out / name).unlink(missing_ok=True)
+        for name in _OWN_FOLDERS:
+            if (out / name).is_dir():
+                shutil.rmtree(out / name)
+        (out / "logs").mkdir(parents=True)
+        (out / journal.FILE_NAME).touch()
+    except OSError as error:
+        raise DiskError(f"{out} cannot be written ({error})", "a writable folder with room", "name another") from error
+    return out
+
+
+def _probe(request: RunRequest, stopped: threading.Event) -> capabilities.Capabilities:
+    """What this machine can do. UsageError when it is not the platform that the run names."""
+    override = request.env_overrides.get("FP8STACK_ARCH")
+    environment = {**request.platform.environment, **({"FP8STACK_ARCH": override} if override else {})}
+    try:
+        facts = platforms.ask_device(environment)
+    except HarnessError:
+        if stopped.is_set():
+            raise InterruptedRun("stopped while the device was asked", next_step="run again") from None
+        raise
+    machine = capabilities.from_facts(facts, request.platform.id)
+    if request.platform.vendor != "cpu":
+        found = platforms.of_device(machine.device_name)
+        if found is not request.platform:
+            raise UsageError(
+                f"platform {request.platform.id} is asked for and this machine has {machine.device_name}",
+                "a device of that platform",
+                "use --platform auto, or run it there",
+            )
+    return machine
+
+
+def _copy_judged_with(request: RunRequest, out: Path) -> None:
+    """Copies keep their paths below baselines/. What does not exist is not copied: the gate says what that means."""
+    for name in request.platform.baseline_files:
+        source = request.root / "baselines" / name
+        if source.is_file():
+            target = out / JUDGED_WITH / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+
+
+def _describe(
+    request: RunRequest,
+    suites: tuple[str, ...],
+    machine: capabilities.Capabilities,
+    run_id: str,
+    started: datetime.datetime,
+) -> dict[str, Any]:
+    """run.json, as far as it is known before the first test."""
+    commit, dirty = _git(request.root)
+    versions = dict(machine.versions)
+    for name in ("fp8stack", "pytest", "pytest-xdist"):
+        versions[name] = _version(name)
+    return {
+        "schema": SCHEMA,
+        "run_id": run_id,
+        "platform": request.platform.id,
+        "platform_reason": request.platform_reason,
+        "arch": machine.arch,
+        "target": machine.target,
+        "arch_reason": machine.reason,
+        "suites": list(suites),
+        "case": request.case,
+        "pytest_args": list(request.pytest_args),
+        "policy": request.policy,
+        "commit": commit,
+        "dirty": dirty,
+        "versions": versions,
+        "capabilities": json.loads(machine.to_json()),
+        "environment": dict(request.env_overrides),
+        "host": {
+            "name": host.node(),
+            "system": host.platform(),
+            "python": host.python_version(),
+            "cores": plan.usable_cores(),
+            "cpu": _cpu_model(),
+        },
+        "started": _text(started),
+        "finished": None,
+        "interrupted": False,
+        "attempts": [],
+    }
+
+
+def _lanes(
+    request: RunRequest,
+    suites: tuple[str, ...],
+    machine: capabilities.Capabilities,
+    out: Path,
+    run_id: str,
+    cache: str,
+) -> Lanes:
+    """The jobs of this run. The Triton cache is this run's own, and each worker takes a folder of its own in it."""
+    options = ["--fp8-out", str(out), "--fp8-platform", request.platform.id, "--fp8-run-id", run_id]
+    options += ["--fp8-capabilities", str(out / CAPABILITIES_FILE)]
+    if request.case is not None:
+        options += ["--fp8-case", request.case]
+    return plan.lanes(
+        request.root,
+        request.platform,
+        suites,
+        case=request.case,
+        options=options,
+        pytest_args=request.pytest_args,
+        environment={"TRITON_CACHE_DIR": cache, **request.env_overrides},
+        gpus=machine.gpus,
+        cores=request.cores,
+    )
+
+
+def _run_lanes(
+    request: RunRequest, executor: Executor, lanes: Lanes, out: Path, stopped: threading.Event
+) -> list[HarnessError]:
+    """Run every lane to its end, showing progress; returns the errors that kept a job from running."""
+    errors: list[HarnessError] = []
+    threads = [
+        threading.Thread(target=_run_lane, args=(request, executor, lane, out, stopped, errors), name=f"lane-{number}")
+        for number, lane in enumerate(lanes)
+    ]
+    display = progress.choose(journal.JournalTail(out / journal.FILE_NAME), lanes, request.progress)
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            display.update()
+            time.sleep(0.1)
+    except BaseException:
+        stopped.set()
+        raise
+    finally:
+        for thread in threads:
+            thread.join()
+        display.close()
+    return errors
+
+
+def _run_lane(
+    request: RunRequest,
+    executor: Executor,
+    lane: tuple[Job, ...],
+    out: Path,
+    stopped: threading.Event,
+    errors: list[HarnessError],
+) -> None:
+    """One job after the other, each between its two events in the journal."""
+    for job in lane:
+        if stopped.is_set():
+            return
+        name = {"suite": job.suite, "attempt": 1}
+        command = Command(
+            argv=job.argv,
+            environment=job.environment,
+            folder=request.root,
+            deadline=request.deadline or job.deadline,
+            log=out / "logs" / f"{job.suite}.log",
+        )
+        try:
+            with journal.JournalWriter(out / journal.FILE_NAME) as writer:
+                writer.write("process-start", **name, argv=list(job.argv), workers=job.workers, time=time.time())
+            ended = executor.run(command, cancelled=stopped)
+            with journal.JournalWriter(out / journal.FILE_NAME) as writer:
+                writer.write(
+                    "process-end",
+                    **name,
+                    rc=ended.rc,
+                    signal=ended.signal,
+                    killed_by=ended.killed_by,
+                    seconds=round(ended.seconds, 3),
+                    pid=ended.pid,
+                )
+        except HarnessError as error:
+            errors.append(error)
+            return
+
+
+def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Journal) -> None:
+    """UsageError when `--case` selected nothing in any suite, though each could be collected."""
+    if (
+        request.case is None
+        or any(told.collected.values())
+        or told.collect_errors
+        or set(told.collected) != set(suites)
+    ):
+        return
+    raise UsageError(
+        f"no case of {', '.join(suites)} matches {request.case!r}",
+        "a glob such as 'rowwise*'",
+        "`fp8ci plan` lists the cases",
+    )
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT, SIGTERM and SIGHUP set, instead of raising somewhere between two writes.
+
+    Outside the main thread Python allows no handlers; there the caller's own stay in force.
+    """
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _git(root: Path) -> tuple[str | None, bool | None]:
+    """(commit, whether the tree differs from it); None for both outside git."""
+
+    def ask(*arguments: str) -> str | None:
+        try:
+            answer = subprocess.run(
+                ["git", "--no-optional-locks", "-C", str(root), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=30.0,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    commit = ask("rev-parse", "HEAD")
+    changes = ask("status", "--porcelain") if commit else None
+    return commit, None if changes is None else bool(changes)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return host.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), host.processor())
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _text(moment: datetime.datetime) -> str:
+    return moment.isoformat(timespec="seconds")
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replaced at once, so that a reader never sees half of it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -34,3 +34,23 @@ def recorded_case(
         if word in FORMATS:
             record_property("format", word)
             break
+
+
+@pytest.fixture(scope="session")
+def compiled(device: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """torch.compile with fullgraph, where its backend can work: Inductor needs a C++ compiler on a CPU.
+
+    A session's compilations share nothing with the user's settings but the cache folder (TORCHINDUCTOR_CACHE_DIR).
+    """
+    if device == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler as error:
+            pytest.skip(f"torch.compile needs a C++ compiler on a CPU: {type(error).__name__}; install g++ or set CXX")
+
+    def wrap(function: Callable[..., object]) -> Callable[..., object]:
+        return torch.compile(function, fullgraph=True, dynamic=False)
+
+    return wrap

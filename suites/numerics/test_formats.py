@@ -1,9 +1,9 @@
 """The formats: what every byte means and which byte every awkward float32 becomes.
 
 Three parties are each held to the golden tables: fp8stack.formats, torch's own casts, and ml_dtypes. torch and
-ml_dtypes may differ where ML_DTYPES and TORCH say so, and must: a difference that is not listed is red, and so is a listed
-one that no longer occurs. torch's behaviour beyond the range changed between versions, so its rows carry the versions
-they were seen with; on a version without a row only unlisted differences are red.
+ml_dtypes may differ where ML_DTYPES and TORCH say so, and must: a difference that is not listed is red, and so is a
+listed one that no longer occurs. torch's behaviour beyond the range changed between versions, so its rows carry the
+versions they were seen with; on a version without a row only unlisted differences are red.
 """
 
 from __future__ import annotations

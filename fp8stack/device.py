@@ -135,7 +135,7 @@ def _hardware(device: torch.device | str | int | None) -> tuple[Arch, str]:
     if not torch.cuda.is_available():
         raise UnknownArch(
             f"device {where} was asked for, but torch {torch.__version__} sees no GPU; expected a ROCm or CUDA build "
-            f"of torch and a visible device; to simulate a GPU's formats on the CPU use {OVERRIDE}, such as {OVERRIDE}=gfx942"
+            f"of torch and a visible device; to simulate a GPU's formats on the CPU set {OVERRIDE}, such as to gfx942"
         )
     index = torch.cuda.current_device() if where.index is None else where.index
     if torch.version.hip:

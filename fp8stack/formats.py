@@ -173,7 +173,7 @@ def encode(x: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
         y.abs().add_(2.0**anchor).view(torch.int32).sub_((anchor + 127) << 23).clamp_(max=1 << fmt.mantissa_bits)
     )
 
-    # Below the smallest normal, `normal` is too small; from there on, `subnormal` stays at 1 << mantissa_bits, its code.
+    # Below the smallest normal, `normal` is too small; from there on `subnormal` stays at its code, 1 << mantissa_bits.
     code = torch.maximum(normal, subnormal)
     sign = (bits >> 24).bitwise_and_(0x80)
     if not fmt.negative_zero:
@@ -249,7 +249,7 @@ def encode_e8m0(scale: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """float32 values of E8M0 bytes (uint8 or float8_e8m0fnu): 2^(byte - 127), where byte 0 is a subnormal; 255 is NaN."""
+    """float32 values of E8M0 bytes (uint8 or float8_e8m0fnu): 2^(byte - 127), byte 0 a subnormal; 255 is NaN."""
     if codes.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         raise UnsupportedDtype(
             f"cannot decode {codes.dtype} as e8m0fnu on {codes.device.type}; expected uint8 or float8_e8m0fnu; "

@@ -1,7 +1,7 @@
 """Quantisation and GEMM kernels, one family a file.
 
-A family's file holds, in this order and under one name: the plain-torch reference (the specification), the Triton kernel,
-and the launcher, registered with torch as a custom op. Which of them ran is on record: see launch.py.
+A family's file holds, in this order and under one name: the plain-torch reference (the specification), the Triton
+kernel, and the launcher, registered with torch as a custom op. Which of them ran is on record: see launch.py.
 
     launch.py      reference or kernel: the decision, and the record of it
     cast.py        the shared pieces of all kernels: load, encode, decode; and the bare saturating cast

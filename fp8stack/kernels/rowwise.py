@@ -1,0 +1,286 @@
+"""Rowwise FP8 quantisation: one scale for each row of a 2-D tensor.
+
+    scale[m] = pow2_floor(FP8_MAX / max|x[m, :]|)       q[m, :] = saturate(x[m, :] * scale[m])
+
+The exact rules (zero rows, NaN, cap, rounding) are scaling.py's; reference, interpreter and GPU agree bit by bit.
+
+Traffic (bf16 in): reads 2*M*K, writes M*K + 4*M bytes. The chain of plain operators that this replaces (amax, divide,
+multiply, clamp, cast) moves about 13*M*K.
+Layout: x any strides, fastest with unit stride along K; q row-major; inverse scale float32 (M,).
+
+A program takes a few whole rows. A row of up to 16384 elements stays in registers between the maximum and the cast, so
+x is read once; a longer row is read twice, chunk by chunk, the second time mostly from the cache. A thread owns 16
+neighbouring elements: two 16-byte loads of bf16 and one 16-byte store. That needs a unit stride that the compiler knows
+(UNIT_STRIDE; a runtime stride gives byte stores, 6.5 times slower on MI300X, triton-lang/triton#9834) and K and the row
+stride multiples of 16, which Triton finds out at launch.
+
+Not here: groups (colwise), expert weights (experts), tensor scales (tensorwise.py).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8stack import device, formats, scaling
+from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
+from fp8stack.kernels import cast, launch
+
+
+@dataclass(frozen=True)
+class RowwiseConfig:
+    """How to launch for one size class. rows: rows a program. block: elements of a row a program holds at once."""
+
+    rows: int
+    block: int
+    num_warps: int
+    measured: str
+
+
+_ROW_LIMITS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def size_class(k: int) -> str:
+    """The size class of rows of k elements: "k<=2048" is the first that holds a row whole; "k>16384" reads twice."""
+    return next((f"k<={limit}" for limit in _ROW_LIMITS if k <= limit), f"k>{_ROW_LIMITS[-1]}")
+
+
+def _rows_of(targets: tuple[str, ...], *configs: RowwiseConfig) -> dict[tuple[str, str], RowwiseConfig]:
+    classes = [size_class(limit) for limit in (*_ROW_LIMITS, _ROW_LIMITS[-1] + 1)]
+    return {(target, name): row for target in targets for name, row in zip(classes, configs, strict=True)}
+
+
+_UNMEASURED = "not measured yet"
+
+# (target, size class) -> configuration. Up to 64 elements a thread, so that a row fits in registers beside its codes.
+ROWWISE_CONFIGS: dict[tuple[str, str], RowwiseConfig] = {
+    **_rows_of(
+        ("sm_90", "sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70"),
+        RowwiseConfig(16, 512, 4, _UNMEASURED),
+        RowwiseConfig(8, 1024, 4, _UNMEASURED),
+        RowwiseConfig(4, 2048, 4, _UNMEASURED),
+        RowwiseConfig(2, 4096, 4, _UNMEASURED),
+        RowwiseConfig(1, 8192, 8, _UNMEASURED),
+        RowwiseConfig(1, 16384, 16, _UNMEASURED),
+        RowwiseConfig(1, 4096, 8, _UNMEASURED),
+    ),
+    # Waves of 64.
+    **_rows_of(
+        ("gfx942", "gfx950", "gfx940", "gfx941", "gfx90a", "gfx908"),
+        RowwiseConfig(8, 512, 2, _UNMEASURED),
+        RowwiseConfig(4, 1024, 2, _UNMEASURED),
+        RowwiseConfig(2, 2048, 2, _UNMEASURED),
+        RowwiseConfig(1, 4096, 4, _UNMEASURED),
+        RowwiseConfig(1, 8192, 8, _UNMEASURED),
+        RowwiseConfig(1, 16384, 8, _UNMEASURED),
+        RowwiseConfig(1, 4096, 4, _UNMEASURED),
+    ),
+    # Waves of 32.
+    **_rows_of(
+        ("gfx1200", "gfx1201", *(f"gfx{n}" for n in (1100, 1101, 1102, 1103, 1150, 1151, 1152, 1153))),
+        RowwiseConfig(8, 512, 4, _UNMEASURED),
+        RowwiseConfig(4, 1024, 4, _UNMEASURED),
+        RowwiseConfig(2, 2048, 4, _UNMEASURED),
+        RowwiseConfig(1, 4096, 4, _UNMEASURED),
+        RowwiseConfig(1, 8192, 8, _UNMEASURED),
+        RowwiseConfig(1, 16384, 16, _UNMEASURED),
+        RowwiseConfig(1, 4096, 8, _UNMEASURED),
+    ),
+    # The interpreter runs program after program in Python: many rows at once, and whole rows only.
+    **_rows_of(
+        ("cpu",),
+        *(RowwiseConfig(128, limit, 1, "interpreter, not timed") for limit in _ROW_LIMITS),
+        RowwiseConfig(16, 4096, 1, "interpreter, not timed"),
+    ),
+}
+
+
+def quantize_rowwise_reference(
+    x: torch.Tensor, fmt: str | torch.dtype | formats.Format, pow2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification, in plain torch; arguments and results as quantize_rowwise."""
+    codes, inverse_scale = scaling.quantize_reference(x, fmt, dim=1, pow2=pow2)
+    return codes.view(torch.uint8).contiguous().view(codes.dtype), inverse_scale
+
+
+# M is the number of tokens: not specialised, or each divisibility by 16 would compile anew.
+@jit(do_not_specialize=["M"])
+def _quantize_rowwise_kernel(
+    x,
+    q,
+    inverse_scale,
+    M,
+    K,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    POW2: tl.constexpr,
+    MAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # 64 bits: rows * stride passes 2^31 from 2 GiB of codes on.
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    in_rows = (rows < M)[:, None]
+    x_rows = x + rows[:, None] * row_stride
+    q_rows = q + rows[:, None] * K
+
+    if CHUNKS == 1:
+        mask = in_rows & (columns < K)[None, :]
+        if UNIT_STRIDE:
+            bits = cast.load_bits(x_rows + columns[None, :], mask)
+        else:
+            bits = cast.load_bits(x_rows + columns[None, :].to(tl.int64) * column_stride, mask)
+        scale = cast.scale_bits(tl.max(bits & 0x7FFFFFFF, axis=1), MAX, POW2)
+        y = bits.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)[:, None]
+        codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE)
+        tl.store(q_rows + columns[None, :], codes, mask=mask)
+    else:
+        largest = tl.zeros((ROWS, BLOCK), tl.int32)
+        for chunk in range(CHUNKS):
+            at = chunk * BLOCK + columns
+            mask = in_rows & (at < K)[None, :]
+            if UNIT_STRIDE:
+                bits = cast.load_bits(x_rows + at[None, :], mask)
+            else:
+                bits = cast.load_bits(x_rows + at[None, :].to(tl.int64) * column_stride, mask)
+            largest = tl.maximum(largest, bits & 0x7FFFFFFF)
+        scale = cast.scale_bits(tl.max(largest, axis=1), MAX, POW2)
+        for chunk in range(CHUNKS):
+            at = chunk * BLOCK + columns
+            mask = in_rows & (at < K)[None, :]
+            if UNIT_STRIDE:
+                bits = cast.load_bits(x_rows + at[None, :], mask)
+            else:
+                bits = cast.load_bits(x_rows + at[None, :].to(tl.int64) * column_stride, mask)
+            y = bits.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)[:, None]
+            codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE)
+            tl.store(q_rows + at[None, :], codes, mask=mask)
+
+    tl.store(inverse_scale + rows, cast.inverse_bits(scale).to(tl.float32, bitcast=True), mask=rows < M)
+
+
+def launch_rowwise(
+    x: torch.Tensor, fmt: formats.Format, pow2: bool, row: RowwiseConfig, target: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel with a given configuration. For quantize_rowwise, and for timing one row against another."""
+    m, k = x.shape
+    q = torch.empty((m, k), dtype=torch.uint8, device=x.device)
+    inverse_scale = torch.empty((m,), dtype=torch.float32, device=x.device)
+    if k == 0:
+        inverse_scale.fill_(1.0)  # the amax of nothing is 0
+    elif m:
+        with launch.on_device(x):
+            _quantize_rowwise_kernel[(-(-m // row.rows),)](
+                x.view(cast.INPUTS[x.dtype]),
+                q,
+                inverse_scale,
+                m,
+                k,
+                x.stride(0),
+                x.stride(1),
+                **_constexprs(fmt, pow2, row, k, unit_stride=x.stride(1) == 1, target=target),
+                num_warps=row.num_warps,
+                **LAUNCH_OPTIONS,
+            )
+    return q.view(fmt.dtype), inverse_scale
+
+
+def _constexprs(
+    fmt: formats.Format, pow2: bool, row: RowwiseConfig, k: int, unit_stride: bool, target: str
+) -> dict[str, object]:
+    chunks = -(-k // row.block)
+    return {
+        "ROWS": row.rows,
+        "BLOCK": row.block,
+        "CHUNKS": chunks,
+        "UNIT_STRIDE": unit_stride,
+        "POW2": pow2,
+        **cast.constants(fmt, target),
+    }
+
+
+@torch.library.custom_op(
+    "fp8stack::quantize_rowwise", mutates_args=(), schema="(Tensor x, str fmt, bool pow2) -> (Tensor, Tensor)"
+)
+def _quantize_rowwise(x, fmt, pow2):
+    which = launch.implementation(x)
+    launch.record("quantize_rowwise", which)
+    if which == "reference":
+        return quantize_rowwise_reference(x, fmt, pow2)
+    target = device.detect(x.device).target.name
+    return launch_rowwise(
+        x, formats.get(fmt), pow2, launch.config(ROWWISE_CONFIGS, target, size_class(x.shape[1])), target
+    )
+
+
+@_quantize_rowwise.register_fake
+def _(x, fmt, pow2):
+    m, k = x.shape
+    q = torch.empty((m, k), dtype=formats.get(fmt).dtype, device=x.device)
+    return q, torch.empty((m,), dtype=torch.float32, device=x.device)
+
+
+def quantize_rowwise(
+    x: torch.Tensor, fmt: str | torch.dtype | formats.Format, pow2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row of x with its own scale.
+
+    x: (M, K), bfloat16 or float32, any strides. pow2: round scales down to powers of two.
+    Returns codes (M, K) of fmt.dtype, row-major, and the inverse scale (M,), float32; 1 for a row of zeros or of length 0.
+    Raises UnsupportedDtype for other dtypes, ValueError for other ranks.
+    """
+    cast.require_input(x, "quantize_rowwise")
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected two dimensions (M, K); flatten the leading ones")
+    return _quantize_rowwise(x, formats.get(fmt).name, pow2)
+
+
+_INPUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_POINTERS = {torch.bfloat16: "*i16", torch.float32: "*i32"}
+
+
+def compile_specs(arch: str) -> list[CompileSpec]:
+    """The production configurations of the kernel on an arch, for the codegen suite.
+
+    The arch's own formats at the widths of Llama and DeepSeek, float32 input, a row too long for registers, and one
+    format that the arch lacks, which goes through the integer encoder.
+    """
+    row = device.lookup(arch)
+    foreign = "e4m3fn" if row.e4m3 == "e4m3fnuz" else "e4m3fnuz"
+    cases = [
+        *((row.e4m3, torch.bfloat16, k) for k in (2048, 5120, 7168, 28672)),
+        (row.e4m3, torch.float32, 5120),
+        (row.e5m2, torch.bfloat16, 7168),
+        (foreign, torch.bfloat16, 7168),
+    ]
+    return [_compile_spec(formats.get(fmt), dtype, k, row.name) for fmt, dtype, k in cases]
+
+
+def _compile_spec(fmt: formats.Format, dtype: torch.dtype, k: int, target: str) -> CompileSpec:
+    row = launch.config(ROWWISE_CONFIGS, target, size_class(k))
+    constexprs = _constexprs(fmt, pow2=True, row=row, k=k, unit_stride=True, target=target)
+    return CompileSpec(
+        kernel=_quantize_rowwise_kernel,
+        case=f"rowwise-{fmt.name}-{_INPUT_NAMES[dtype]}-k{k}",
+        fmt=fmt.name,
+        signature={
+            "x": _POINTERS[dtype],
+            "q": "*u8",
+            "inverse_scale": "*fp32",
+            "M": "i32",
+            "K": "i32",
+            "row_stride": "i32",
+        },
+        constexprs={"column_stride": 1, **constexprs},
+        num_warps=row.num_warps,
+        divisible=("x", "q", "inverse_scale", "K", "row_stride"),
+        within_2gb=("x", "q", "inverse_scale"),
+        native=constexprs["NATIVE"] is not None,
+    )

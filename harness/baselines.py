@@ -55,7 +55,8 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     python: str
     torch: str | None
     triton: str | None
-    driver: str | None = None
+    runtime: str | None = None
+    """ROCm or CUDA version of the torch build."""
     image_digest: str | None = None
 
 

@@ -138,8 +138,12 @@ def crashed_tests(journal: Journal, suite: str, log: str) -> dict[str, Death]:
     return crashed
 
 
-def findings(journal: Journal, suite: str, evidence: Path) -> Iterator[Result]:
-    """Suite-level findings: never started, died between tests, collected nothing, collection errors, contradictions."""
+def findings(journal: Journal, suite: str, evidence: Path, case: str | None = None) -> Iterator[Result]:
+    """Suite-level findings: never started, died between tests, collected nothing, collection errors, contradictions.
+
+    `case` is the run's --case: a suite of which it selects nothing is no finding (the manifest says what it should have
+    selected, and an error of the whole run when no suite has such a case).
+    """
     process, session = last_of(journal, suite)
     records = [record for record in journal.tests.values() if record.suite == suite]
     errors = [error for error in journal.collect_errors if error.suite == suite]
@@ -161,7 +165,7 @@ def findings(journal: Journal, suite: str, evidence: Path) -> Iterator[Result]:
         yield suite_result(suite, "process", Verdict.USAGE, "pytest refused its arguments", log)
     elif session.rc == PYTEST_INTERNAL:
         yield suite_result(suite, "process", Verdict.DISAGREE, "pytest ended with an internal error (exit 3)", log)
-    elif not records and not errors:
+    elif not records and not errors and not (case is not None and journal.deselected.get(suite)):
         yield suite_result(suite, "collection", Verdict.MISSING, _why_nothing(journal, suite, session), log)
     yield from _contradictions(journal, suite, process, session, records, bool(errors), log)
 

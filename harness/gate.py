@@ -149,7 +149,7 @@ def _journaled(found: _Evidence) -> list[Result]:
         for record in found.journal.tests.values():
             if record.suite == suite:
                 results.append(_of_record(record, death, crashed.get(record.id), log))
-        results.extend(deaths.findings(found.journal, suite, found.folder))
+        results.extend(deaths.findings(found.journal, suite, found.folder, found.case))
     return results
 
 
@@ -447,6 +447,8 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
 
 def _agreement(found: _Evidence, notes: list[str]) -> Iterable[Result]:
     run_id = found.run["run_id"]
+    if found.run.get("interrupted") and not any(process.killed_by for process in found.journal.processes):
+        yield deaths.suite_result(found.suites[0], "run", Verdict.INTERRUPTED, "the run was stopped between two suites")
     strangers = sorted(found.journal.run_ids - {run_id})
     if strangers:
         what = f"the journal is of run {strangers[0]}, {RUN_FILE} of {run_id}: one of them is from another run"

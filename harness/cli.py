@@ -1,0 +1,379 @@
+"""`fp8ci`: parse, call, print. Data on stdout, talk on stderr, one line an error, the exit codes of errors.py.
+
+Imports of the harness's own modules happen inside the commands, so that `fp8ci --help` answers at once and each command
+needs only what it uses (`gate` neither torch nor pytest).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict
+
+if TYPE_CHECKING:
+    from harness.platforms import Platform
+    from harness.result import Judgement
+
+POLICIES = ("pull-request", "main")
+_EXITS = "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    pytest_args: list[str] = []
+    if "--" in arguments:
+        position = arguments.index("--")
+        arguments, pytest_args = arguments[:position], arguments[position + 1 :]
+    try:
+        options = _parser().parse_args(arguments)
+        if pytest_args and options.command != "run":
+            raise UsageError(f"`fp8ci {options.command}` takes nothing after --", "pytest arguments for run only", "")
+        options.pytest_args = tuple(pytest_args)
+        command: Callable[[argparse.Namespace], int] = options.call
+        return command(options)
+    except HarnessError as error:
+        _say(f"fp8ci: {' '.join(str(error).split())}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _say("fp8ci: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout has gone (`fp8ci plan | head`): nothing to tell it, and Python must not try at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse says `usage: ...` and two lines more; here an error is one line, like every other."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(message, "", f"see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fp8ci",
+        description="Gate FP8 training: numerics, machine code and 100-step loss against recorded baselines.",
+        epilog=f"exit codes:\n{_EXITS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run suites, judge them, write an evidence folder")
+    _selection(run)
+    run.add_argument("--in", dest="where", choices=("local",), default=None, help="where tests run (default: local)")
+    run.add_argument("--out", type=Path, metavar="DIR", help="evidence folder (default: evidence/PLATFORM-TIME-ID)")
+    run.add_argument("--policy", choices=POLICIES, help="on main IMPROVED is red (default: from GITHUB_EVENT_NAME)")
+    run.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    run.set_defaults(call=_run)
+
+    plan = commands.add_parser("plan", help="print what would run, what would be skipped and why, and stop")
+    _selection(plan)
+    plan.add_argument("--json", action="store_true", help="one JSON object")
+    plan.set_defaults(call=_plan)
+
+    gate = commands.add_parser("gate", help="judge an evidence folder again, on any machine, without torch")
+    gate.add_argument("evidence", type=Path, metavar="DIR", help="folder that `fp8ci run` has written")
+    gate.add_argument("--current", action="store_true", help="judge with this checkout's baselines; say what differs")
+    gate.add_argument("--root", type=Path, metavar="DIR", help="checkout for --current (default: the nearest one)")
+    gate.set_defaults(call=_gate)
+
+    platforms = commands.add_parser("platforms", help="list the platforms")
+    platforms.add_argument("--json", action="store_true", help="a JSON array, as a CI matrix wants it")
+    platforms.set_defaults(call=_platforms)
+
+    _baseline(commands.add_parser("baseline", help="record or check baselines"))
+
+    explain = commands.add_parser("explain", help="what a verdict means and what to do about it")
+    explain.add_argument("verdict", nargs="?", metavar="VERDICT", help="one of the verdicts; none lists them all")
+    explain.set_defaults(call=_explain)
+    return parser
+
+
+def _selection(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is looked at: the same words for run, plan and record."""
+    parser.add_argument(
+        "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
+    )
+    parser.add_argument(
+        "--suite", action="append", default=[], metavar="NAME,...", help="suites (default: those that must run)"
+    )
+    parser.add_argument("--case", metavar="GLOB", help="only tests whose case id matches, such as 'rowwise*'")
+    parser.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+
+
+def _baseline(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="baseline_command", required=True, metavar="COMMAND")
+    record = commands.add_parser("record", help="run the suites (or take --from DIR) and write what they measured")
+    _selection(record)
+    record.add_argument("--runs", type=int, metavar="N", help="nudged runs of the loss suite (default: 5)")
+    record.add_argument("--manifest", action="store_true", help="write the ids that ran as those that must run")
+    record.add_argument(
+        "--from", dest="sources", type=Path, action="append", default=[], metavar="DIR", help="take existing evidence"
+    )
+    record.add_argument("--loosen", metavar="REASON", help="allow what makes the gate more tolerant; goes into LOG.md")
+    record.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
+    record.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    record.set_defaults(call=_record)
+    lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
+    lint.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    lint.set_defaults(call=_lint)
+
+
+# Commands ----------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from harness import run as running
+
+    where = options.where or os.environ.get("FP8CI_IN") or "local"
+    if where != "local":
+        raise UsageError(f"tests cannot run in {where!r} yet", "local", "leave FP8CI_IN unset or set it to local")
+    root = _root(options.root)
+    platform, reason = _resolve(options.platform)
+    request = running.RunRequest(
+        root=root,
+        platform=platform,
+        platform_reason=reason,
+        suites=_suites(options.suite),
+        case=options.case,
+        out=options.out,
+        pytest_args=options.pytest_args,
+        policy=options.policy or policy_of(os.environ),
+        progress=not options.quiet,
+    )
+    evidence = running.execute(request)
+    return _report(evidence)
+
+
+def _report(evidence: Path) -> int:
+    """Judge, write junit.xml and summary.md, print the summary."""
+    from harness import gate, junit
+    from harness.baselines import write_atomic
+    from harness.report import summary
+
+    run = gate.read_run(evidence)
+    judgement = gate.judge(evidence)
+    junit.write(judgement, run, evidence / "junit.xml")
+    text = summary.render(judgement, run)
+    write_atomic(evidence / "summary.md", text)
+    _print(text)
+    _say(f"evidence: {evidence}")
+    return judgement.exit_code
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from harness import plan
+    from harness.local import LocalExecutor
+
+    root = _root(options.root)
+    platform, reason = _resolve(options.platform)
+    planned = plan.collect(
+        root, platform, reason, suites=_suites(options.suite), case=options.case, executor=LocalExecutor()
+    )
+    if options.json:
+        entries = [{"id": e.id, "suite": e.suite, "fate": e.fate, "reason": e.reason} for e in planned.entries]
+        whole = {"platform": platform.id, "reason": reason, "suites": list(planned.suites), "tests": entries}
+        _print(json.dumps({**whole, "problems": list(planned.problems)}, indent=1) + "\n")
+    else:
+        counts = {fate: sum(e.fate == fate for e in planned.entries) for fate in ("run", "skip", "waived", "missing")}
+        told = ", ".join(f"{count} {fate}" for fate, count in counts.items() if count or fate == "run")
+        lines = [f"platform {platform.id} ({reason}); {planned.machine.reason}"]
+        lines.append(f"suites {', '.join(planned.suites)}: {told}")
+        for entry in planned.entries:
+            lines.append(f"{entry.fate:8}{entry.id}{'  (' + entry.reason + ')' if entry.reason else ''}")
+        lines += [f"problem {problem}" for problem in planned.problems]
+        _print("\n".join(lines) + "\n")
+    if options.case is not None and not planned.entries and not planned.problems:
+        raise UsageError(f"no case matches {options.case!r}", "a glob such as 'rowwise*'", "plan without --case")
+    return 0
+
+
+def _gate(options: argparse.Namespace) -> int:
+    from harness import gate
+    from harness.report import summary
+
+    run = gate.read_run(options.evidence)
+    if not options.current:
+        judgement: Judgement = gate.judge(options.evidence)
+        _print(summary.render(judgement, run))
+        return judgement.exit_code
+    judgement, differences = gate.against(options.evidence, _root(options.root) / "baselines")
+    told = [f"differs: {line}" for line in differences[:15]] or ["no verdict differs from the run's own files"]
+    if len(differences) > 15:
+        told.append(f"... and {len(differences) - 15} more")
+    _print(summary.render(judgement, run) + "\n## Judged with this checkout's baselines\n\n" + "\n".join(told) + "\n")
+    return judgement.exit_code
+
+
+def _platforms(options: argparse.Namespace) -> int:
+    from harness.platforms import PLATFORMS
+
+    if options.json:
+        rows = [
+            {
+                "id": row.id,
+                "vendor": row.vendor,
+                "arch": row.arch,
+                "image": row.image,
+                "runner_labels": list(row.runner_labels),
+                "suites": list(row.suites),
+                "calibrated": list(row.calibrated),
+                "codegen_archs": list(row.codegen_archs),
+            }
+            for row in PLATFORMS.values()
+        ]
+        _print(json.dumps(rows) + "\n")
+        return 0
+    for row in PLATFORMS.values():
+        calibrated = ", ".join(row.calibrated) or "nothing yet"
+        _print(f"{row.id:8}{row.arch:8}{', '.join(row.suites):32}calibrated: {calibrated}\n")
+    return 0
+
+
+def _record(options: argparse.Namespace) -> int:
+    import datetime
+
+    from harness import gate, record
+    from harness import run as running
+    from harness.platforms import select_suites
+
+    root = _root(options.root)
+    if options.sources and options.runs is not None:
+        raise UsageError("--runs and --from exclude each other", "one of them", "--from takes runs that exist")
+    nudged = record.DEFAULT_NUDGED_RUNS if options.runs is None else options.runs
+    if nudged < 1:
+        raise UsageError(f"--runs is {nudged}", "1 or more nudged runs", "a band is made from their spread")
+    if options.sources:
+        runs = [gate.read_run(folder) for folder in options.sources]
+        named = sorted({str(run["platform"]) for run in runs})
+        if len(named) > 1:
+            raise UsageError(f"the evidence is of {' and '.join(named)}", "one platform", "record them one by one")
+        platform, _ = _resolve(named[0])
+        for folder in options.sources:
+            record.check(folder, nudged=_nudged(folder))
+        sources = [record.Source(folder) for folder in options.sources]
+        wanted = _suites(options.suite)
+        suites = wanted or tuple(dict.fromkeys(suite for run in runs for suite in run["suites"]))
+        complete = all(run.get("case") is None for run in runs)
+    else:
+        platform, reason = _resolve(options.platform)
+        suites = select_suites(platform, _suites(options.suite))
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        base = options.out or root / "evidence" / f"record-{platform.id}-{stamp}"
+
+        def execute(chosen: tuple[str, ...], environment: Mapping[str, str], args: tuple[str, ...], name: str) -> Path:
+            return running.execute(
+                running.RunRequest(
+                    root=root,
+                    platform=platform,
+                    platform_reason=reason,
+                    suites=chosen,
+                    case=options.case,
+                    out=base / name,
+                    pytest_args=args,
+                    policy="pull-request",
+                    env_overrides=dict(environment),
+                    progress=not options.quiet,
+                )
+            )
+
+        sources = record.run_all(platform, suites, nudged, execute, _say)
+        complete = options.case is None
+    recorded = record.changes(root, platform, sources, suites, complete, options.manifest)
+    for line in record.write(root, recorded, options.loosen):
+        _print(line + "\n")
+    return 0
+
+
+def _nudged(evidence: Path) -> bool:
+    """Whether a folder holds nudged runs, by its own loss files."""
+    from harness import baselines
+
+    return any(baselines.read_loss_evidence(path).nudge for path in sorted((evidence / "losses").glob("*.json")))
+
+
+def _lint(options: argparse.Namespace) -> int:
+    from harness import record
+
+    problems = record.lint(_root(options.root))
+    for problem in problems:
+        _print(problem + "\n")
+    if not problems:
+        _say("baselines hold together")
+    return 1 if problems else 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    if options.verdict is None:
+        for verdict, rule in VERDICTS.items():
+            _print(f"{verdict:16}exit {rule.exit_code:<5}{rule.meaning}\n")
+        return 0
+    name = options.verdict.upper().replace("-", "_")
+    if name not in Verdict.__members__:
+        raise UsageError(f"there is no verdict {options.verdict!r}", f"one of {', '.join(Verdict)}", "")
+    rule = VERDICTS[Verdict(name)]
+    lines = [
+        f"{name}: {rule.meaning}.",
+        f"Exit code {rule.exit_code}: {EXIT_MEANINGS[rule.exit_code]}.",
+        f"In JUnit: {'no result element' if rule.junit == 'none' else rule.junit}.",
+    ]
+    if rule.stricter:
+        lines.append(f"{rule.stricter_when.capitalize()}: exit code {rule.stricter[0]}, {rule.stricter[1]} in JUnit.")
+    lines.append(f"Next: {rule.advice}.")
+    _print("\n".join(textwrap.fill(line, 100) for line in lines) + "\n")
+    return 0
+
+
+# What the commands share -------------------------------------------------------------------------------------------
+
+
+def policy_of(environment: Mapping[str, str]) -> str:
+    """`main` for a push to the main branch on GitHub Actions, `pull-request` for everything else."""
+    on_main = environment.get("GITHUB_REF") in ("refs/heads/main", "refs/heads/master")
+    if on_main and environment.get("GITHUB_EVENT_NAME") in ("push", "schedule", "workflow_dispatch"):
+        return "main"
+    return "pull-request"
+
+
+def _suites(given: Sequence[str]) -> tuple[str, ...]:
+    """`--suite a,b --suite c` -> (a, b, c); an empty word is an error, not `all suites`."""
+    names = tuple(name.strip() for text in given for name in text.split(","))
+    if any(not name for name in names):
+        raise UsageError("--suite names an empty suite", "names separated by commas", "such as numerics,codegen")
+    return names
+
+
+def _root(given: Path | None) -> Path:
+    from harness import plan
+
+    if given is not None:
+        plan.check_root(given)
+        return given.absolute()
+    return plan.find_root(Path.cwd())
+
+
+def _resolve(spec: str) -> tuple[Platform, str]:
+    from harness import platforms
+
+    return platforms.resolve(spec)
+
+
+def _print(text: str) -> None:
+    """Data. A terminal that cannot show a character gets its escape instead of a traceback."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    """Talk."""
+    print(text, file=sys.stderr, flush=True)

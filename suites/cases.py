@@ -40,8 +40,8 @@ SHAPES: dict[str, tuple[int, int]] = {
     "0x1": (0, 1),
 }
 
-# Prime rows, odd columns, more programs than an accelerator has multiprocessors. 1823 programs: on a GPU for every
-# format, in the interpreter where the tests say so.
+# Prime rows, odd columns, more rows than an accelerator has multiprocessors. Slower than all others together in the
+# interpreter: for the formats that the tests name.
 BIG_SHAPES: dict[str, tuple[int, int]] = {"1823x781": (1823, 781)}
 
 # Widths at which a masked tail without its fill value gave a wrong amax (ROCm/aiter#4288).

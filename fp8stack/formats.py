@@ -163,17 +163,15 @@ def encode(x: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
     # Normal results. Re-biasing the exponent is one subtraction on the float32 bits.
     half_less_one = (1 << (dropped - 1)) - 1
     lowest_kept = (magnitude >> dropped).bitwise_and_(1)
-    normal = lowest_kept.add_(magnitude).add_(half_less_one - ((127 - fmt.bias) << 23)).bitwise_right_shift_(dropped)
+    normal = lowest_kept.add_(half_less_one - ((127 - fmt.bias) << 23)).add_(magnitude).bitwise_right_shift_(dropped)
 
     # Subnormal results are multiples of one step. Adding the float32 whose last bit is worth that step leaves the
     # multiple, rounded to nearest even, in the low bits.
-    step_exponent = 1 - fmt.bias - fmt.mantissa_bits
-    anchor = step_exponent + 23
-    subnormal = (
-        y.abs().add_(2.0**anchor).view(torch.int32).sub_((anchor + 127) << 23).clamp_(max=1 << fmt.mantissa_bits)
-    )
+    anchor = 1 - fmt.bias - fmt.mantissa_bits + 23
+    small = magnitude.clamp(max=(128 - fmt.bias) << 23).view(torch.float32)  # at most the smallest normal
+    subnormal = small.add_(2.0**anchor).view(torch.int32).sub_((anchor + 127) << 23)
 
-    # Below the smallest normal, `normal` is too small; from there on `subnormal` stays at its code, 1 << mantissa_bits.
+    # Below the smallest normal `normal` is too small; from there on `subnormal` stays at that number's code.
     code = torch.maximum(normal, subnormal)
     sign = (bits >> 24).bitwise_and_(0x80)
     if not fmt.negative_zero:

@@ -12,8 +12,9 @@ interpreter and every GPU compute the same bytes.
 
 encode has two ways to the same bytes. Where the target has the instruction and this Triton emits it
 (fp8stack._triton.NATIVE_CASTS), the cast is native: one conversion for two elements. Otherwise it is arithmetic on the
-bits, exact everywhere: FNUZ codes on an NVIDIA GPU, OCP codes on MI300X, and the interpreter. Saturation and the NaN
-code are outside both, since hardware and compilers disagree about them.
+bits, exact everywhere: FNUZ codes on an NVIDIA GPU, OCP codes on MI300X, and the interpreter. Saturation comes before
+both, since hardware and compilers disagree about it. The NaN code is put in afterwards, except where the instruction is
+known to write it (_NATIVE_NAN): picking single bytes out of packed words costs more than the rest of the cast.
 
 Traffic of cast_saturating (bf16 in): reads 2 bytes and writes 1 an element.
 Not here: scales for GEMMs, reductions.
@@ -26,6 +27,13 @@ from fp8stack._triton import LAUNCH_OPTIONS, jit, tl
 from fp8stack.kernels import launch
 
 _NATIVE_TYPES = {"e4m3fn": "float8e4nv", "e4m3fnuz": "float8e4b8", "e5m2": "float8e5", "e5m2fnuz": "float8e5b16"}
+
+# (target, format) whose native cast writes the format's NaN code for every NaN: NVIDIA's, by the PTX ISA (cvt with
+# .satfinite gives the canonical NaN, 0x7F), and FNUZ, which has no other NaN.
+_NATIVE_NAN = {
+    *((f"sm_{n}", fmt) for n in (89, 90, 100, 120) for fmt in ("e4m3fn", "e5m2")),
+    *(("gfx942", fmt) for fmt in ("e4m3fnuz", "e5m2fnuz")),
+}
 
 INPUTS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 """Dtypes that kernels take -> the integers they are loaded as."""
@@ -41,6 +49,7 @@ def constants(fmt: formats.Format, target: str) -> dict[str, object]:
         "NAN_CODE": fmt.nan_code,
         "NEGATIVE_ZERO": fmt.negative_zero,
         "NATIVE": getattr(tl, _NATIVE_TYPES[fmt.name]) if native else None,
+        "NATIVE_NAN": native and (target, fmt.name) in _NATIVE_NAN,
     }
 
 
@@ -92,10 +101,14 @@ def encode(
     NAN_CODE: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
+    NATIVE_NAN: tl.constexpr,
 ):
-    """Saturating cast of float32 x to uint8 codes, round to nearest even. NATIVE: the FP8 type to cast to, or None."""
-    # Saturation: the one place in the kernels.
-    y = tl.minimum(tl.maximum(x, -MAX), MAX)
+    """Saturating cast of float32 x to uint8 codes, round to nearest even.
+
+    NATIVE: the FP8 type to cast to, or None. NATIVE_NAN: that cast writes NAN_CODE for a NaN.
+    """
+    # Saturation: the one place in the kernels. NaN passes.
+    y = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
 
     if NATIVE is not None:
         code = y.to(NATIVE).to(tl.uint8, bitcast=True)
@@ -106,20 +119,22 @@ def encode(
 
         DROPPED: tl.constexpr = 23 - MANTISSA_BITS
         REBIAS: tl.constexpr = (1 << (DROPPED - 1)) - 1 - ((127 - BIAS) << 23)
-        normal = (magnitude + ((magnitude >> DROPPED) & 1) + REBIAS) >> DROPPED
+        normal = (((magnitude >> DROPPED) & 1) + REBIAS + magnitude) >> DROPPED
 
         ANCHOR_BITS: tl.constexpr = (151 - BIAS - MANTISSA_BITS) << 23
         anchor = tl.full(bits.shape, ANCHOR_BITS, tl.int32).to(tl.float32, bitcast=True)
-        stepped = magnitude.to(tl.float32, bitcast=True) + anchor
-        subnormal = tl.minimum(stepped.to(tl.int32, bitcast=True) - ANCHOR_BITS, 1 << MANTISSA_BITS)
+        small = tl.minimum(magnitude, (128 - BIAS) << 23).to(tl.float32, bitcast=True)
+        subnormal = (small + anchor).to(tl.int32, bitcast=True) - ANCHOR_BITS
 
         magnitude_code = tl.maximum(normal, subnormal)
         sign = (bits >> 24) & 0x80
         if not NEGATIVE_ZERO:
             sign = tl.where(magnitude_code == 0, 0, sign)
-        code = (magnitude_code | sign).to(tl.uint8)
+        code = magnitude_code | sign
 
-    return tl.where(x != x, NAN_CODE, code).to(tl.uint8)
+    if not NATIVE_NAN:
+        code = tl.where(x != x, NAN_CODE, code).to(tl.uint8)
+    return code
 
 
 @jit
@@ -156,11 +171,12 @@ def _cast_saturating_kernel(
     NAN_CODE: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
+    NATIVE_NAN: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     values = load_bits(x + at, mask).to(tl.float32, bitcast=True)
-    codes = encode(values, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE)
+    codes = encode(values, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
     tl.store(q + at, codes, mask=mask)
 
 
@@ -237,7 +253,7 @@ def _decode_codes(codes, fmt):
     if x.numel():
         with launch.on_device(codes):
             _decode_codes_kernel[(-(-x.numel() // _BLOCK),)](
-                codes.contiguous().view(torch.uint8),
+                codes.contiguous(),
                 x,
                 x.numel(),
                 BLOCK=_BLOCK,
@@ -264,4 +280,4 @@ def decode_codes(codes: torch.Tensor, fmt: str | torch.dtype | formats.Format) -
             f"decode_codes cannot read {codes.dtype} as {fmt.name} on {codes.device.type}; expected uint8 or "
             f"{fmt.dtype}; view the codes as uint8"
         )
-    return _decode_codes(codes, fmt.name)
+    return _decode_codes(codes.view(torch.uint8), fmt.name)

@@ -123,6 +123,7 @@ def _quantize_rowwise_kernel(
     NAN_CODE: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
+    NATIVE_NAN: tl.constexpr,
 ):
     # 64 bits: rows * stride passes 2^31 from 2 GiB of codes on.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -139,7 +140,7 @@ def _quantize_rowwise_kernel(
             bits = cast.load_bits(x_rows + columns[None, :].to(tl.int64) * column_stride, mask)
         scale = cast.scale_bits(tl.max(bits & 0x7FFFFFFF, axis=1), MAX, POW2)
         y = bits.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)[:, None]
-        codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE)
+        codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
         tl.store(q_rows + columns[None, :], codes, mask=mask)
     else:
         largest = tl.zeros((ROWS, BLOCK), tl.int32)
@@ -160,7 +161,7 @@ def _quantize_rowwise_kernel(
             else:
                 bits = cast.load_bits(x_rows + at[None, :].to(tl.int64) * column_stride, mask)
             y = bits.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)[:, None]
-            codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE)
+            codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
             tl.store(q_rows + at[None, :], codes, mask=mask)
 
     tl.store(inverse_scale + rows, cast.inverse_bits(scale).to(tl.float32, bitcast=True), mask=rows < M)
@@ -233,7 +234,7 @@ def quantize_rowwise(
     """Quantise each row of x with its own scale.
 
     x: (M, K), bfloat16 or float32, any strides. pow2: round scales down to powers of two.
-    Returns codes (M, K) of fmt.dtype, row-major, and the inverse scale (M,), float32; 1 for a row of zeros or of length 0.
+    Returns codes (M, K) of fmt.dtype, row-major, and the inverse scale (M,), float32: 1 for a row of zeros.
     Raises UnsupportedDtype for other dtypes, ValueError for other ranks.
     """
     cast.require_input(x, "quantize_rowwise")

@@ -255,7 +255,9 @@ class Journal:
             self.damage.append(f"event {event.get('event')!r} is malformed ({type(error).__name__}: {error})")
 
     def record(self, test_id: str) -> TestRecord:
-        """The record of a test, made when there is none yet."""
+        """The record of a test, made when there is none yet. TypeError when the id is no text."""
+        if not isinstance(test_id, str):
+            raise TypeError(f"id is {test_id!r}")
         known = self.tests.get(test_id)
         if known is None:
             known = self.tests[test_id] = TestRecord(test_id, test_id.partition("/")[0])
@@ -288,20 +290,19 @@ class Journal:
         record.started = True
 
     def _phase(self, event: Mapping[str, Any]) -> None:
+        ended = Phase(
+            str(event["phase"]),
+            str(event["outcome"]),
+            float(event["seconds"]),
+            str(event.get("message", "")),
+            str(event.get("detail", "")),
+        )
         record = self.record(event["id"])
         record.started = True
         record.worker = str(event.get("worker", ""))
-        record.phases.append(
-            Phase(
-                str(event["phase"]),
-                str(event["outcome"]),
-                float(event["seconds"]),
-                str(event.get("message", "")),
-                str(event.get("detail", "")),
-            )
-        )
+        record.phases.append(ended)
         record.properties.update(event.get("properties", {}))
-        record.ended = record.ended or event["phase"] == "teardown"
+        record.ended = record.ended or ended.phase == "teardown"
 
     def _worker_crash(self, event: Mapping[str, Any]) -> None:
         self.crashes.append(

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from harness.journal import JournalTail
 from harness.plan import Lanes
@@ -62,6 +62,16 @@ class Counts:
         return (now - self.began) * self.total / self.done
 
 
+class Finished(NamedTuple):
+    """A test that has ended; `place` is where in its suite it came, such as `12/200`."""
+
+    id: str
+    outcome: str
+    seconds: float
+    message: str
+    place: str
+
+
 class Watcher:
     """Follows a journal and keeps each suite's counts; `finished` holds the tests that ended since the last look."""
 
@@ -70,7 +80,7 @@ class Watcher:
         self._phases: dict[str, list[Mapping[str, Any]]] = {}
         self.counts = {job.suite: Counts(job.expected_seconds) for lane in lanes for job in lane}
         self.started = time.monotonic()
-        self.finished: list[tuple[str, str, float, str]] = []
+        self.finished: list[Finished] = []
         self.notes: list[str] = []
 
     def look(self) -> None:
@@ -120,7 +130,7 @@ class Watcher:
         counts.done += 1
         counts.failed += outcome in ("failed", "crashed")
         counts.skipped += outcome == "skipped"
-        self.finished.append((test_id, outcome, seconds, message))
+        self.finished.append(Finished(test_id, outcome, seconds, message, f"{counts.done}/{counts.total or '?'}"))
 
     @property
     def elapsed(self) -> float:
@@ -140,10 +150,9 @@ class Plain:
     def update(self) -> None:
         """Print what ended since the last call."""
         self._watcher.look()
-        for test_id, outcome, seconds, message in self._watcher.finished:
-            counts = self._watcher.counts[test_id.partition("/")[0]]
-            told = f": {message}" if message else ""
-            self._say(f"[{counts.done}/{counts.total or '?'}] {outcome:7} {seconds:7.2f} s  {test_id}{told}")
+        for test in self._watcher.finished:
+            told = f": {test.message}" if test.message else ""
+            self._say(f"[{test.place}] {test.outcome:7} {test.seconds:7.2f} s  {test.id}{told}")
         for note in self._watcher.notes:
             self._say(note)
         if time.monotonic() - self._spoke >= self._heartbeat:
@@ -186,9 +195,9 @@ class Live:
         from rich.text import Text
 
         self._watcher.look()
-        for test_id, outcome, _, message in self._watcher.finished:
-            if outcome in ("failed", "crashed"):
-                self._console.print(Text(f"{outcome}  {test_id}: {message}", style="red"))
+        for test in self._watcher.finished:
+            if test.outcome in ("failed", "crashed"):
+                self._console.print(Text(f"{test.outcome}  {test.id}: {test.message}", style="red"))
         for note in self._watcher.notes:
             self._console.print(Text(note))
         self._live.update(self._table())

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -340,3 +341,23 @@ def cross_compile(spec: CompileSpec, arch_name: str) -> Compiled:
         asm={stage: compiled.asm[stage] for stage in stages if stage in compiled.asm},
         metadata=dict(compiled.metadata._asdict()),
     )
+
+
+def nvidia_tool(name: str) -> Path:
+    """Path of a tool that the Triton wheel carries for NVIDIA: `nvdisasm`, `cuobjdump`, `ptxas`.
+
+    `TRITON_NVDISASM_PATH` and the like come first, as in Triton itself.
+
+    Raises:
+        TritonUnavailable: no triton, or a wheel without NVIDIA tools (ROCm builds have none).
+    """
+    require(f"looking for {name}")
+    assert triton is not None
+    override = os.environ.get(f"TRITON_{name.upper()}_PATH")
+    path = Path(override) if override else Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.is_file():
+        raise TritonUnavailable(
+            f"{name} is not at {path}; expected a Triton wheel with the NVIDIA backend's tools; "
+            f"set TRITON_{name.upper()}_PATH to the one of a CUDA toolkit"
+        )
+    return path

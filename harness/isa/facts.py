@@ -10,7 +10,8 @@ access outside cannot hide narrow ones inside.
 
 FP8 encoding. A hardware conversion is counted by its opcode. A software one (Triton's fallback, or the integer encoder
 of fp8stack/kernels/cast.py) is recognised by its rounding constant: round-to-nearest-even of a float32 to 3 or 2
-mantissa bits adds half a unit less one, 0x7FFFF or 0xFFFFF, and nothing else in these kernels uses these literals.
+mantissa bits adds half a unit less one, 0x7FFFF or 0xFFFFF (with the exponent's rebias in the bits above, if it is done
+in the same addition), and nothing else in these kernels uses such literals.
 Which one ran is `fp8_encode`: `none`, `native-f32`, `native-f16` (rounds twice if the value was float32), `software`,
 or several joined by `+`.
 
@@ -29,8 +30,14 @@ from harness.isa.listing import Instruction, Listing, ListingError, literals
 
 DIALECTS: dict[str, ModuleType] = {"amdgcn": amdgcn, "sass": sass, "ptx": ptx}
 
-ROUNDING_CONSTANTS = frozenset({0x7FFFF, 0xFFFFF, 0x7F007F, 0x3F003F})
-"""Half a unit less one of: float32 to 3 and to 2 mantissa bits; two packed float16 to 2 and to 3."""
+_ROUNDING_FLOAT32 = frozenset({0x7FFFF, 0xFFFFF})
+_ROUNDING_TWO_FLOAT16 = frozenset({0x3F003F, 0x7F007F})
+
+
+def _rounds(instruction: Instruction) -> bool:
+    """Whether a literal is half a unit less one: of float32 to 3 or 2 mantissa bits, or of two float16 packed."""
+    found = literals(instruction)
+    return any(value & 0x7FFFFF in _ROUNDING_FLOAT32 or value in _ROUNDING_TWO_FLOAT16 for value in found)
 
 
 @dataclass(frozen=True)
@@ -127,9 +134,7 @@ COUNTED: dict[str, Callable[[Listing], list[Instruction]]] = {
     "fence_instructions": _that("fence"),
     "fp8_encode_instructions": _that("encode_source"),
     "fp8_decode_instructions": _that("decodes"),
-    "software_rounding_instructions": lambda listing: [
-        i for i in listing.within(listing.reachable) if not ROUNDING_CONSTANTS.isdisjoint(literals(i))
-    ],
+    "software_rounding_instructions": lambda listing: [i for i in listing.within(listing.reachable) if _rounds(i)],
     "matrix_instructions": _that("matrix"),
     "fp8_matrix_instructions": _that("matrix_fp8"),
     "call_instructions": _that("call"),

@@ -1,0 +1,167 @@
+"""Kernel -> machine code -> facts, for the tests of this folder; and the rules that no kernel may break.
+
+The gate compares facts with baselines; a rule needs none. It says what is wrong whatever was recorded before: a
+conversion in software where the hardware has an instruction, byte stores, spills, fences. Each rule names the fact it
+reads, so that the message can show the lines of the listing behind it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8stack import _triton
+from fp8stack._triton import CompileSpec
+from harness import isa
+from harness.isa import occupancy
+
+SHOWN_LINES = 8
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What was compiled.
+
+    text: the listing (assembly on AMD, disassembly on NVIDIA). listing: the same, read. facts: harness/isa/facts.py.
+    ptx: NVIDIA only: PTX as Triton handed it to ptxas.
+    """
+
+    spec: CompileSpec
+    arch: str
+    text: str
+    listing: isa.Listing
+    facts: dict[str, Any]
+    ptx: str | None = None
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run(
+        [str(_triton.nvidia_tool(tool)), *arguments], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+
+def machine_code(spec: CompileSpec, arch: str) -> MachineCode:
+    """Compile `spec` for `arch` (from Triton's cache where it is there) and read the listing."""
+    compiled = _triton.cross_compile(spec, arch)
+    shared = int(compiled.metadata["shared"])
+    if "amdgcn" in compiled.asm:
+        text = str(compiled.asm["amdgcn"])
+        listing = isa.read_amdgcn(text)
+        return MachineCode(spec, arch, text, listing, isa.facts(listing, shared_bytes=shared))
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])  # type: ignore[arg-type]
+        text = _run("nvdisasm", "-c", str(cubin))
+        listing = isa.read_sass(text, _run("cuobjdump", "--dump-resource-usage", str(cubin)))
+    found = isa.facts(listing, shared_bytes=shared, num_warps=spec.num_warps)
+    return MachineCode(spec, arch, text, listing, found, str(compiled.asm["ptx"]))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`wanted(code)` is what fact `fact` has to be, `holds(found, wanted)` whether it is; `advice` what to look at.
+
+    `lines` names the counting fact whose instructions the message shows.
+    """
+
+    fact: str
+    wanted: Callable[[MachineCode], Any]
+    holds: Callable[[Any, Any], bool]
+    advice: str
+    lines: str | None = None
+
+
+def _equal(found: Any, wanted: Any) -> bool:
+    return bool(found == wanted)
+
+
+def _at_least(found: Any, wanted: Any) -> bool:
+    return bool(found >= wanted)
+
+
+def _at_most(found: Any, wanted: Any) -> bool:
+    return bool(found <= wanted)
+
+
+def _zero(code: MachineCode) -> int:
+    return 0
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "fp8_encode",
+        lambda code: "native-f32" if code.spec.native else "software",
+        _equal,
+        "a software conversion where the arch has an instruction means that the wrong format or cast path was chosen "
+        "(numerics.md, section 7)",
+        "software_rounding_instructions",
+    ),
+    Rule(
+        "widest_load_bytes",
+        lambda code: code.spec.wide_bytes,
+        _at_least,
+        "see that offsets are contiguous, row stride and mask bound are multiples of 16, unit strides constexpr",
+        "load_instructions",
+    ),
+    Rule(
+        "widest_store_bytes",
+        lambda code: code.spec.wide_bytes,
+        _at_least,
+        "see that each lane holds 16 neighbouring codes and that the bound of the mask is a multiple of 16",
+        "store_instructions",
+    ),
+    Rule(
+        "narrow_memory_instructions",
+        _zero,
+        _equal,
+        "1- and 2-byte accesses: a runtime unit stride (triton#9834) or a bound not known to be a multiple of 16",
+        "narrow_memory_instructions",
+    ),
+    Rule(
+        "narrow_memory_instructions_kernel",
+        _zero,
+        _equal,
+        "as above, outside the loop",
+        "narrow_memory_instructions_kernel",
+    ),
+    Rule("vgpr_spills", _zero, _equal, "use a smaller tile or more warps", "scratch_instructions"),
+    Rule("sgpr_spills", _zero, _equal, "use fewer values that are uniform across the tile"),
+    Rule("scratch_bytes", _zero, _equal, "use a smaller tile or more warps", "scratch_instructions"),
+    Rule(
+        "fence_instructions",
+        _zero,
+        _equal,
+        'atomics default to acquire-release: pass sem="relaxed" unless other data is published through them',
+        "fence_instructions",
+    ),
+    Rule(
+        "lds_bytes",
+        lambda code: occupancy.unit(code.arch).lds_group_bytes,
+        _at_most,
+        "the group asks for more LDS (shared memory) than the arch has: use a smaller tile or fewer stages",
+    ),
+    Rule("waves_per_simd", lambda code: 0.25, _at_least, "a group does not fit on a compute unit: use a smaller tile"),
+)
+
+
+def broken_rules(code: MachineCode) -> list[str]:
+    """One message for each broken rule: what, expected, what next, and the first lines behind it."""
+    messages: list[str] = []
+    for rule in RULES:
+        found, wanted = code.facts[rule.fact], rule.wanted(code)
+        if rule.holds(found, wanted):
+            continue
+        comparison = {_equal: "", _at_least: "at least ", _at_most: "at most "}[rule.holds]
+        messages.append(
+            f"{code.spec.case}-{code.arch}: {rule.fact} is {found}; expected {comparison}{wanted}; {rule.advice}"
+        )
+        if rule.lines:
+            shown = isa.offenders(code.listing, rule.lines)
+            messages.extend(f"    line {line.line}: {line.text}" for line in shown[:SHOWN_LINES])
+            if len(shown) > SHOWN_LINES:
+                messages.append(f"    and {len(shown) - SHOWN_LINES} more")
+    return messages

@@ -24,6 +24,7 @@ from suites.cases import (
     LAYOUTS,
     SHAPES,
     TAIL_WIDTHS,
+    WIDE_SHAPES,
     contract_rows,
     from_bits,
     guarded,
@@ -128,11 +129,16 @@ def test_contract_rows(fmt: str, dtype: str, mode: str, seed: int, quantize: Op)
 
 @pytest.mark.parametrize(
     ("fmt", "dtype", "shape"),
-    [*cases(*SHAPES), *cases(*BIG_SHAPES, formats_=("e4m3fn", "e4m3fnuz"), dtypes=("bf16",))],
+    [
+        *cases(*SHAPES),
+        *cases(*WIDE_SHAPES, dtypes=("bf16",)),
+        *cases(*WIDE_SHAPES, formats_=("e4m3fnuz",), dtypes=("fp32",)),
+        *cases(*BIG_SHAPES, formats_=("e4m3fn", "e4m3fnuz"), dtypes=("bf16",)),
+    ],
 )
 def test_shapes(fmt: str, dtype: str, shape: str, seed: int, quantize: Op) -> None:
     """Awkward sizes: one element, no rows, prime rows, odd columns, one past a block, longer than any block."""
-    x = random_normal((SHAPES | BIG_SHAPES)[shape], DTYPES[dtype], seed)
+    x = random_normal((SHAPES | WIDE_SHAPES | BIG_SHAPES)[shape], DTYPES[dtype], seed)
     for pow2 in MODES.values():
         assert_equals_reference(x, fmt, pow2, quantize(x, fmt, pow2))
 

@@ -1,8 +1,8 @@
 """What will run: the processes of a run, and for `fp8ci plan` the fate of every test id before anything runs.
 
 A job is one suite in one test process (which may be pytest-xdist's controller). Jobs are laid into lanes: the jobs of a
-lane run one after the other, the lanes run side by side and split the cores between them, so that a suite that cannot
-use a second core does not keep it idle. Nothing here is timed, so sharing the machine costs no verdict; suites that
+lane run one after the other, the lanes run side by side and share the cores, so that a suite that cannot use a second
+core does not keep it idle. Nothing here is timed, so sharing the machine costs no verdict; suites that
 measure speed must never share it.
 
 Starting pytest-xdist costs each worker an import of torch, about two seconds on its core: a job that is expected to be
@@ -15,6 +15,7 @@ with the manifest and the ledger: run, skip with its reason, waived, or missing.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import sys
 import tempfile
@@ -100,11 +101,20 @@ def lanes(
     count = min(len(suites), available) if platform.vendor == "cpu" else 1
     laid: list[list[str]] = [[] for _ in range(max(1, count))]
     for suite in sorted(suites, key=lambda name: (-work[name], name)):  # longest first, onto the emptiest lane
-        min(laid, key=lambda lane: sum(work[name] for name in lane)).append(suite)
-    share = max(1, available // len(laid))
-    make = _JobMaker(root, platform, options, pytest_args, environment or {}, gpus, share, collect_only)
+        min(laid, key=lambda lane: (sum(work[name] for name in lane), len(lane))).append(suite)
+    beside = sum(work.values()) if count > 1 else 0.0
+    workers = {
+        suite: _workers(platform, suite, work[suite], beside or work[suite], gpus, available) for suite in suites
+    }
+    processes = sum(max(workers[suite] for suite in lane) for lane in laid)
+    make = _JobMaker(
+        root, platform, options, pytest_args, environment or {}, max(1, available // processes), collect_only
+    )
     order = {suite: position for position, suite in enumerate(suites)}
-    return tuple(tuple(make.job(suite, work[suite]) for suite in sorted(lane, key=order.__getitem__)) for lane in laid)
+    return tuple(
+        tuple(make.job(suite, work[suite], workers[suite]) for suite in sorted(lane, key=order.__getitem__))
+        for lane in laid
+    )
 
 
 def _work(root: Path, platform: Platform, suite: str, case: str | None) -> float:
@@ -116,6 +126,20 @@ def _work(root: Path, platform: Platform, suite: str, case: str | None) -> float
     return tests * execution.seconds_a_test
 
 
+def _workers(platform: Platform, suite: str, work: float, beside: float, gpus: int, cores: int) -> int:
+    """Test processes of a suite: its part of the work that runs side by side, in cores, rounded up.
+
+    Rounding up puts a process or two more than cores on the machine. Each has one thread, so they only take turns, and
+    no core stands still when the shorter suite has ended.
+    """
+    share = platforms.EXECUTION[platform.vendor, suite].workers
+    if share == "gpus":
+        return max(1, gpus)
+    if share == "one" or work < SHORT:
+        return 1
+    return min(cores, math.ceil(cores * work / beside))
+
+
 @dataclass(frozen=True)
 class _JobMaker:
     root: Path
@@ -123,58 +147,32 @@ class _JobMaker:
     options: Sequence[str]
     pytest_args: Sequence[str]
     overrides: Mapping[str, str]
-    gpus: int
-    share: int
+    threads: int
     collect_only: bool
 
-    def job(self, suite: str, work: float) -> Job:
+    def job(self, suite: str, work: float, workers: int) -> Job:
         execution = platforms.EXECUTION[self.platform.vendor, suite]
-        workers = self._workers(execution, work)
-        threads = max(1, self.share // max(1, workers))
         own_workers = any(item.startswith(("-n", "--numprocesses", "--dist")) for item in self.pytest_args)
-        argv = [
-            sys.executable,
-            "-m",
-            "pytest",
-            f"suites/{suite}",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            str(self.root),
-        ]
+        argv = [sys.executable, "-m", "pytest", f"suites/{suite}", "--rootdir", str(self.root)]
+        argv += ["-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
         # One broken file must not take the results of the others along: it is red by itself, and its ids are missing.
-        argv += ["--continue-on-collection-errors"]
-        argv += ["-q", "--tb=short", "-rfE", *_plugin(), "--fp8-suite", suite, *self.options]
+        argv += ["--continue-on-collection-errors", *_plugin(), "--fp8-suite", suite, *self.options]
         if self.collect_only:
             argv += ["--collect-only"]
         elif workers > 1 and not own_workers:
             argv += ["-n", str(workers)]
         argv += self.pytest_args
-        expected = execution.start_seconds + work / max(1, workers)
-        return Job(
-            suite,
-            tuple(argv),
-            self._environment(execution, workers, threads),
-            workers,
-            threads,
-            execution.deadline,
-            expected,
-        )
+        expected = execution.start_seconds + work / workers
+        environment = self._environment(execution, workers)
+        return Job(suite, tuple(argv), environment, workers, self.threads, execution.deadline, expected)
 
-    def _workers(self, execution: Execution, work: float) -> int:
-        if execution.workers == "gpus":
-            return max(1, self.gpus)
-        if execution.workers == "one" or work < SHORT:
-            return 1
-        return self.share
-
-    def _environment(self, execution: Execution, workers: int, threads: int) -> dict[str, str]:
+    def _environment(self, execution: Execution, workers: int) -> dict[str, str]:
         """The whole environment of the process. OMP_NUM_THREADS is only ever lowered by the caller's own value."""
         base = {name: value for name, value in os.environ.items() if name not in execution.unset}
         asked = base.get("OMP_NUM_THREADS", "")
         base.update(self.platform.environment)
         base.update(execution.environment)
-        base["OMP_NUM_THREADS"] = str(min(threads, int(asked)) if asked.isdigit() and int(asked) else threads)
+        base["OMP_NUM_THREADS"] = str(min(self.threads, int(asked)) if asked.isdigit() and int(asked) else self.threads)
         if execution.workers == "gpus" and workers > 1:
             name = "HIP_VISIBLE_DEVICES" if self.platform.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
             devices = base.get(name) or ",".join(map(str, range(workers)))

@@ -22,14 +22,32 @@ def jobs(root: Path, suites: tuple[str, ...], **options: object) -> list[list[pl
 
 
 def test_suites_share_the_cores(tmp_path: Path) -> None:
-    """Two lanes on two cores, one core each, the suites in their order within a lane, each exactly once."""
+    """Two lanes on two cores, the suites in their order within a lane, each exactly once, one thread a process."""
     laid = jobs(tiny_checkout.make(tmp_path, {}, MANY), CPU.suites)
     assert len(laid) == 2
     assert sorted(job.suite for lane in laid for job in lane) == ["codegen", "loss", "numerics"]
     for lane in laid:
         assert [job.suite for job in lane] == [suite for suite in CPU.suites if suite in {job.suite for job in lane}]
         for job in lane:
-            assert job.workers * job.threads <= 1
+            assert job.threads == 1
+            assert job.workers <= 2
+
+
+def test_the_longer_suite_gets_the_workers(tmp_path: Path) -> None:
+    """Beside a short one it may use every core, so that none stands still when the short one has ended."""
+    ids = [*(item for item in MANY if item.startswith("numerics")), "codegen/test_a::test_b[rowwise-1]"]
+    laid = jobs(tiny_checkout.make(tmp_path, {}, ids), ("numerics", "codegen"))
+    assert {job.suite: job.workers for lane in laid for job in lane} == {"numerics": 2, "codegen": 1}
+
+
+def test_nothing_to_do_is_laid_out_too(tmp_path: Path) -> None:
+    """A case that the manifest does not know: every suite is asked, on one process each."""
+    laid = jobs(tiny_checkout.make(tmp_path, {}, MANY), CPU.suites, case="nothing*", cores=16)
+    assert [[(job.suite, job.workers) for job in lane] for lane in laid] == [
+        [("codegen", 1)],
+        [("loss", 1)],
+        [("numerics", 1)],
+    ]
 
 
 def test_one_suite_takes_every_core(tmp_path: Path) -> None:
@@ -39,9 +57,9 @@ def test_one_suite_takes_every_core(tmp_path: Path) -> None:
     assert (job.workers, job.threads, job.environment["OMP_NUM_THREADS"]) == (2, 1, "1")
     assert job.argv[job.argv.index("-n") + 1] == "2"
     ((short,),) = jobs(root, ("numerics",), case="rowwise-7")
-    assert (short.workers, "-n" in short.argv) == (1, False)
+    assert (short.workers, short.threads, "-n" in short.argv) == (1, 2, False)
     ((loss,),) = jobs(root, ("loss",))
-    assert (loss.workers, "-n" in loss.argv) == (1, False)
+    assert (loss.workers, loss.threads, "-n" in loss.argv) == (1, 2, False)
 
 
 def test_no_manifest_yet(tmp_path: Path) -> None:

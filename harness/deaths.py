@@ -100,6 +100,9 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
         return Death(Verdict.KILLED, f"the test process was killed from outside by {name} {ended}")
     if name is not None:
         return Death(Verdict.CRASH, f"the test process died of {name} {ended}")
+    if session is None and process.rc == PYTEST_USAGE:
+        said = next((line for line in reversed(log.splitlines()) if line.startswith("ERROR: ")), "ERROR: see its log")
+        return Death(Verdict.USAGE, f"pytest refused its arguments: {said.removeprefix('ERROR: ')}")
     if session is None:
         return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session began")
     return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session had ended")
@@ -161,9 +164,7 @@ def findings(journal: Journal, suite: str, evidence: Path, case: str | None = No
             yield suite_result(suite, "process", death.verdict, f"{death.message}, with no test running", log)
         return
     assert session is not None
-    if session.rc == PYTEST_USAGE:
-        yield suite_result(suite, "process", Verdict.USAGE, "pytest refused its arguments", log)
-    elif session.rc == PYTEST_INTERNAL:
+    if session.rc == PYTEST_INTERNAL:
         yield suite_result(suite, "process", Verdict.DISAGREE, "pytest ended with an internal error (exit 3)", log)
     elif not records and not errors and not (case is not None and journal.deselected.get(suite)):
         yield suite_result(suite, "collection", Verdict.MISSING, _why_nothing(journal, suite, session), log)

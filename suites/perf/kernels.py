@@ -44,7 +44,9 @@ class Row:
     goal: float | None
 
     def case(self, fmt: str) -> str:
-        return f"{self.op}-{fmt}-{str(self.dtype).removeprefix('torch.').replace('bfloat16', 'bf16')}-m{self.m}-k{self.k}"
+        return (
+            f"{self.op}-{fmt}-{str(self.dtype).removeprefix('torch.').replace('bfloat16', 'bf16')}-m{self.m}-k{self.k}"
+        )
 
 
 # Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.

@@ -1,0 +1,139 @@
+"""Tokens and random bits, from integers only: the same on every platform, for ever.
+
+torch's generators are no good for a golden curve: the bits of `torch.randn` on a CPU depend on the vector width that
+the dispatcher picked, those of a GPU on its launch grid. Everything random in the trainer (tokens, initial weights,
+nudges, the signs of gradient digests) comes from `random_bits` below instead: a counter-based hash, computed in int64
+without overflow, so any element can be had without the ones before it. Resuming a stream is passing another start.
+
+The synthetic language
+----------------------
+A sequence is a random walk on a ring of R = 256 symbols, relabelled by a fixed permutation of the
+vocabulary. Each step adds one of five offsets with probabilities 8/16, 4/16, 2/16, 1/16, 1/16. Which five is decided
+once a sequence: there are four dialects, drawn uniformly. So a model learns, in this order, which symbols are in use
+(ln V -> ln R), which offsets exist (20 successors a symbol: no attention needed), and which dialect it is reading
+(needs the context). Within a dialect the five offsets are distinct, so the entropy of the next token given everything that the
+generator knows is exactly
+
+    H = 8/16 log 2 + 4/16 log 4 + 2/16 log 8 + 2 * 1/16 log 16 = 1.875 ln 2 = 1.2997 nats,
+
+and no model's expected loss can be below it: `SyntheticTokens.entropy_floor_nats`. A mean below the floor by more
+than sampling noise is a bug (a label leak), not a good model.
+
+Sample n is a pure function of (seed, n); step s of rank r reads samples s*B + r*b ... s*B + r*b + b - 1, so shards
+neither overlap nor leave gaps, whatever the number of workers.
+
+Not here: token files (`--data FILE`), prefetching.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# Part of the configuration hash: raise it with any change that alters a token or an initial weight.
+GENERATOR_VERSION = 1
+
+_MASK32 = 0xFFFFFFFF
+_FNV_OFFSET, _FNV_PRIME = 0x811C9DC5, 0x01000193
+
+# Offsets of the walk by dialect. Sidon-like sets (no small common differences), so that two steps do not look like one.
+DIALECTS: tuple[tuple[int, ...], ...] = (
+    (1, 23, 71, 112, 199),
+    (5, 34, 90, 151, 230),
+    (11, 47, 103, 176, 241),
+    (17, 62, 127, 187, 214),
+)
+# The probabilities in sixteenths, as the table that four random bits index.
+_CHOICE_OF_NIBBLE = (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 4)
+RING = 256
+
+
+def key_of(text: str) -> int:
+    """32-bit FNV-1a hash of `text` (UTF-8): how a name becomes the key of a random stream."""
+    value = _FNV_OFFSET
+    for byte in text.encode():
+        value = ((value ^ byte) * _FNV_PRIME) & _MASK32
+    return value
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """One round of a 32-bit avalanche hash on int64 values in [0, 2^32).
+
+    Both multipliers are below 2^31, so no product reaches 2^63: exact without relying on wrap-around.
+    Source of the constants: the low-bias search of the hash-prospector project.
+    """
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & _MASK32
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & _MASK32
+    return x ^ (x >> 15)
+
+
+def random_bits(seed: int, stream: str, index: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each index.
+
+    Args:
+        seed: any integer in [0, 2^32).
+        stream: name of the stream; different names are independent.
+        index: int64, any shape, values in [0, 2^62).
+
+    Returns:
+        int64 tensor of `index`'s shape and device, values in [0, 2^32).
+    """
+    if index.dtype != torch.int64:
+        raise ValueError(f"index has dtype {index.dtype}; random_bits takes int64; convert it with .long()")
+    key = key_of(f"{seed & _MASK32}/{stream}")
+    low = _mix((index & _MASK32) ^ key)
+    return _mix((low + (index >> 32) * 0x1E3779B9 + 0x3C6EF372) & _MASK32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and next-token labels. Both int64 (B, S)."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+class SyntheticTokens:
+    """The language of this file's header.
+
+    Args:
+        vocab: vocabulary size of the model, at least 2.
+        seq: tokens a sample.
+        seed: which text.
+    """
+
+    entropy_floor_nats: float = 1.875 * math.log(2.0)
+
+    def __init__(self, vocab: int, seq: int, seed: int) -> None:
+        if vocab < RING:
+            raise ValueError(f"vocabulary {vocab} is smaller than the ring of {RING} symbols; use a larger vocabulary")
+        if seq < 1:
+            raise ValueError(f"sequence length {seq} is not positive; give at least 1")
+        self.vocab, self.seq, self.seed = vocab, seq, seed
+        # A permutation of the vocabulary by sorting random keys; the index breaks ties, so the order is total.
+        index = torch.arange(vocab)
+        keys = (random_bits(seed, "data/symbols", index) << 20) + index
+        self._symbols = torch.argsort(keys)[:RING].contiguous()
+        self._offsets = torch.tensor(DIALECTS)
+        self._choice = torch.tensor(_CHOICE_OF_NIBBLE)
+
+    def samples(self, first: int, count: int) -> Batch:
+        """Samples `first` ... `first + count - 1`, on the CPU. Both tensors int64 (count, seq)."""
+        sample = torch.arange(first, first + count)
+        start = random_bits(self.seed, "data/start", sample)
+        dialect = (start >> 8) & 3
+        # One hash a step of the walk; a sample owns a block of 2^24 indices, so samples never share bits.
+        position = (sample[:, None] << 24) + torch.arange(self.seq)
+        nibble = random_bits(self.seed, "data/steps", position) >> 28
+        step = self._offsets[dialect[:, None], self._choice[nibble]]
+        walk = torch.cat([(start & 0xFF)[:, None], step], dim=1).cumsum(dim=1) % RING
+        text = self._symbols[walk]
+        return Batch(tokens=text[:, :-1].contiguous(), labels=text[:, 1:].contiguous())
+
+    def batch(self, step: int, batch: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """The share of `rank` in the global batch of `step` (counted from 0); `batch` samples a rank."""
+        return self.samples((step * world_size + rank) * batch, batch)

@@ -1,0 +1,401 @@
+"""FP8 linear layers: which operand of which GEMM is quantised how, and the autograd around it.
+
+A linear y = x W^T (x (M,K), W (N,K)) is three GEMMs, each contracting another dimension. FP8 needs a scale that is
+constant along the contraction, so the same tensor is quantised along different dimensions in different GEMMs:
+
+    forward      y  (M,N) = x   (M,K) . W (N,K)^T     contraction K: a scale a row of x, a scale a row of W
+    grad input   dX (M,K) = dY  (M,N) . W (N,K)       contraction N: a scale a row of dY, a scale a *column* of W
+    grad weight  dW (N,K) = dY^T(N,M) . x (M,K)       contraction M: a scale a column of dY, a scale a column of x
+
+Every operand below is therefore brought into the form (rows, contraction) before it is quantised, and `scaled_mm`
+gets the right one as the transposed view (column-major), which is the layout that FP8 matrix units take. `RECIPES`
+says which granularity and format each of the six operands has (numerics.md, section 5); a GEMM that is None stays in
+high precision.
+
+Weights stay plain fp32 (or bf16) `nn.Parameter`s named `weight` and `bias`: a state dict has the keys and the tensors
+of `nn.Linear`. They are cast to the activations' dtype for compute, as FSDP2's mixed precision would.
+
+CPU arithmetic: products of bf16 matrices are done in float32 on the bf16-rounded operands and rounded to bf16 once.
+That is what a GPU's matrix unit computes up to the order of accumulation, it is the same on every CPU, and where bf16
+instructions are missing it is 15 to 150 times faster than torch's own path.
+
+Not here: experts (moe.py), fused two-way quantisation (the transposed operands are copied, then quantised row by
+row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fp8stack import device as devices
+from fp8stack import formats
+from fp8stack.formats import Format
+from fp8stack.kernels.rowwise import quantize_rowwise
+from fp8stack.kernels.scaled_mm import scaled_mm
+from fp8stack.kernels.tensorwise import quantize_tensorwise
+from fp8stack.metrics import CodeCounter
+
+# What the FP8 matrix units of every supported device ask of N, K and of a contracted M.
+ALIGNMENT = 16
+
+
+# -------------------------------------------------------------------------------------------------------------- recipes
+@dataclass(frozen=True)
+class Cast:
+    """How an operand becomes FP8: a scale a `row` (along the contraction) or `tensor`, and which of the arch's formats."""
+
+    granularity: Literal["row", "tensor"]
+    kind: Literal["e4m3", "e5m2"]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The casts of the two operands of one GEMM."""
+
+    left: Cast
+    right: Cast
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row of numerics.md section 5. A GEMM that is None is done in the activations' dtype."""
+
+    name: str
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm | None
+    pow2: bool
+
+
+_ROW, _TENSOR, _TENSOR_GRAD = Cast("row", "e4m3"), Cast("tensor", "e4m3"), Cast("tensor", "e5m2")
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "tensorwise",
+            output=Gemm(_TENSOR, _TENSOR),
+            grad_input=Gemm(_TENSOR_GRAD, _TENSOR),
+            grad_weight=Gemm(_TENSOR_GRAD, _TENSOR),
+            pow2=False,
+        ),
+        Recipe(
+            "rowwise",
+            output=Gemm(_ROW, _ROW),
+            grad_input=Gemm(_ROW, _ROW),
+            grad_weight=Gemm(_ROW, _ROW),
+            pow2=True,
+        ),
+        # FP8 hurts the weight gradient most; W has one scale in grad input, so that needs no amax of its columns.
+        Recipe(
+            "rowwise_with_gw_hp",
+            output=Gemm(_ROW, _ROW),
+            grad_input=Gemm(_ROW, _TENSOR),
+            grad_weight=None,
+            pow2=True,
+        ),
+    )
+}
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of that name; ValueError naming those that exist."""
+    if name not in RECIPES:
+        raise ValueError(
+            f"recipe '{name}' does not exist; expected one of: {', '.join(sorted(RECIPES))}; choose one of these"
+        )
+    return RECIPES[name]
+
+
+# -------------------------------------------------------------------------------------------------- high-precision GEMM
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a (M,K) @ b (K,N) [+ bias (N)] -> (M,N) in a's dtype, accumulated in float32, rounded once (CPUs: see the header)."""
+    if a.device.type == "cpu" and a.dtype == torch.bfloat16:
+        total = a.float() @ b.float()
+        return (total if bias is None else total.add_(bias.float())).to(a.dtype)
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+class _HighPrecisionLinear(torch.autograd.Function):
+    """x (M,K), weight (N,K), bias (N) or None, one dtype -> (M,N). Three calls of `product`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight.t(), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            product(grad, weight) if need_x else None,
+            product(grad.t(), x) if need_weight else None,
+            _grad_bias(grad) if need_bias else None,
+        )
+
+
+def _grad_bias(grad: torch.Tensor) -> torch.Tensor:
+    """Column sums of grad (M,N), accumulated in float32 and rounded once."""
+    return grad.sum(dim=0, dtype=torch.float32).to(grad.dtype)
+
+
+class Linear(nn.Linear):
+    """nn.Linear that casts its master weight to the dtype of its input and uses the arithmetic of this file on CPUs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K) -> (..., N), in x's dtype."""
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = _HighPrecisionLinear.apply(x.reshape(-1, self.in_features), weight, bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+# ------------------------------------------------------------------------------------------------------------- FP8 GEMM
+@dataclass(frozen=True)
+class Plan:
+    """What one layer was told at conversion: recipe and the formats of the arch. The hardware is not asked again."""
+
+    recipe: Recipe
+    e4m3: Format
+    e5m2: Format
+    counter: CodeCounter | None = field(default=None, compare=False)
+
+    def format_of(self, cast: Cast) -> Format:
+        """The arch's format of that kind."""
+        return self.e4m3 if cast.kind == "e4m3" else self.e5m2
+
+
+class _Operand:
+    """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions."""
+
+    def __init__(self, x: torch.Tensor, plan: Plan) -> None:
+        self.x, self.plan = x, plan
+        self._tensorwise: dict[Cast, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row-major codes (rows, contraction), the contraction being dimension `dim` of x; inverse scales (rows,) or ()."""
+        fmt, pow2 = self.plan.format_of(cast), self.plan.recipe.pow2
+        if cast.granularity == "row":
+            rows = self.x if dim == 1 else self.x.t()
+            codes, inverse_scale = quantize_rowwise(rows, fmt, pow2=pow2)
+            self._count(codes, fmt)
+            return codes, inverse_scale
+        if cast not in self._tensorwise:
+            self._tensorwise[cast] = quantize_tensorwise(self.x, fmt, pow2=pow2)
+            self._count(self._tensorwise[cast][0], fmt)
+        codes, inverse_scale = self._tensorwise[cast]
+        if dim == 0:  # through bytes: copies of float8 tensors are not implemented everywhere
+            codes = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+        return codes, inverse_scale
+
+    def _count(self, codes: torch.Tensor, fmt: Format) -> None:
+        if self.plan.counter is not None:
+            self.plan.counter.observe(codes, fmt)
+
+
+def _gemm(
+    left: tuple[torch.Tensor, torch.Tensor],
+    right: tuple[torch.Tensor, torch.Tensor],
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(L,C) codes times (R,C) codes -> (L,R). Of a row and a tensor scale, the single one is expanded."""
+    (a, inverse_a), (b, inverse_b) = left, right
+    if inverse_a.ndim != inverse_b.ndim:
+        inverse_a = inverse_a.expand(a.shape[0]).contiguous()
+        inverse_b = inverse_b.expand(b.shape[0]).contiguous()
+    return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias)
+
+
+class _Float8LinearFunction(torch.autograd.Function):
+    """x (M,K), weight (N,K), bias (N) or None, one dtype (bf16 or fp32) -> (M,N) in that dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.plan = plan
+        if x.shape[0] == 0:
+            return x.new_zeros(0, weight.shape[0])
+        casts = plan.recipe.output
+        return _gemm(
+            _Operand(x, plan).contracting(1, casts.left),
+            _Operand(weight, plan).contracting(1, casts.right),
+            x.dtype,
+            bias,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        if x.shape[0] == 0:  # nothing to contract: torch's GEMMs refuse it, the gradient is exactly zero
+            return (
+                torch.zeros_like(x),
+                torch.zeros_like(weight),
+                grad.new_zeros(weight.shape[0]) if need_bias else None,
+                None,
+            )
+
+        # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
+        grad = grad.contiguous()
+        grad_operand = _Operand(grad, plan)
+        grad_x = grad_weight = None
+        if need_x:
+            casts = plan.recipe.grad_input
+            grad_x = _gemm(
+                grad_operand.contracting(1, casts.left), _Operand(weight, plan).contracting(0, casts.right), x.dtype
+            )
+        if need_weight and plan.recipe.grad_weight is None:
+            grad_weight = product(grad.t(), x)
+        elif need_weight:
+            casts = plan.recipe.grad_weight
+            tail = -x.shape[0] % ALIGNMENT
+            if tail:  # M is the contraction here; zero rows change neither an amax nor a sum
+                x = nn.functional.pad(x, (0, 0, 0, tail))
+                grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan)
+            grad_weight = _gemm(
+                grad_operand.contracting(0, casts.left), _Operand(x, plan).contracting(0, casts.right), x.dtype
+            )
+        return grad_x, grad_weight, _grad_bias(grad) if need_bias else None, None
+
+
+class Float8Linear(nn.Module):
+    """A linear whose GEMMs run in FP8. Made by `convert_to_float8`; owns the very parameters of the layer it replaces.
+
+    Args:
+        weight: (N,K) parameter, any float dtype; cast to the input's dtype, then to FP8.
+        bias: (N) parameter or None, added in float32 before the one rounding.
+        plan: recipe and formats.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, plan: Plan) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        for label, size in (("out_features (N)", self.out_features), ("in_features (K)", self.in_features)):
+            if size % ALIGNMENT:
+                raise ValueError(
+                    f"{label} is {size}; FP8 GEMMs need a multiple of {ALIGNMENT}; leave this layer out with the filter"
+                )
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.plan = plan
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K) bf16 or fp32 -> (..., N) in x's dtype."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"input has {x.shape[-1]} features in its last dimension; this layer takes {self.in_features}; "
+                "check the layer before it"
+            )
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            raise formats.UnsupportedDtype(
+                f"input has dtype {x.dtype}; Float8Linear takes torch.bfloat16 or torch.float32; cast the input"
+            )
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = _Float8LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, self.plan)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"recipe={self.plan.recipe.name}, e4m3={self.plan.e4m3.name}"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- conversion
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert_to_float8` did. `left` maps the name of each linear that stayed to the reason."""
+
+    recipe: str
+    e4m3: str
+    e5m2: str
+    reason: str
+    converted: tuple[str, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.converted)} linears run in FP8 ({self.recipe}, {self.e4m3}/{self.e5m2}: {self.reason})"]
+        lines += [f"  left in high precision: {name} ({why})" for name, why in self.left.items()]
+        return "\n".join(lines)
+
+
+def _matches(name: str, entry: str) -> bool:
+    """Whether `entry` is a run of whole dotted components of `name`: 'layers.0' and 'attention' of 'layers.0.attention.wk'."""
+    return f".{entry}." in f".{name}."
+
+
+def convert_to_float8(
+    model: nn.Module,
+    recipe: str,
+    filter: Sequence[str] = (),
+    *,
+    detected: devices.Detected | None = None,
+    counter: CodeCounter | None = None,
+) -> Conversion:
+    """Replace the `nn.Linear`s of `model`, in place, by `Float8Linear`s that own the same parameters.
+
+    Args:
+        model: any module; its own root may not be the linear to replace.
+        recipe: a key of `RECIPES`.
+        filter: names of modules to leave alone, whole dotted components each ('output', 'layers.0', 'attention.wk').
+        detected: the answer of `device.detect()`; asked for the device of the first parameter when absent.
+        counter: where saturated and NaN codes are counted; absent, nothing is counted.
+
+    Returns:
+        What was converted, what was left, and why.
+
+    Raises:
+        ValueError: unknown recipe; a filter name that matches no linear; nothing left to convert.
+    """
+    chosen = recipe_named(recipe)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for entry in filter:
+        if not any(_matches(name, entry) for name in linears):
+            raise ValueError(
+                f"filter name '{entry}' matches no linear of this model; expected whole dotted components of one of: "
+                f"{', '.join(sorted(linears)) or 'none, it has no linear'}; correct or drop the name"
+            )
+    if detected is None:
+        first = next(model.parameters(), None)
+        detected = devices.detect(first.device if first is not None else None)
+    plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter)
+
+    converted, left = [], {}
+    for name, linear in linears.items():
+        entry = next((entry for entry in filter if _matches(name, entry)), None)
+        odd = [
+            f"{label} = {size}"
+            for label, size in (("N", linear.out_features), ("K", linear.in_features))
+            if size % ALIGNMENT
+        ]
+        if entry is not None:
+            left[name] = f"filter '{entry}'"
+        elif odd:
+            left[name] = f"{' and '.join(odd)} not a multiple of {ALIGNMENT}"
+        elif not name:
+            left["(root)"] = "the model itself is this linear; wrap it in a module"
+        else:
+            replacement = Float8Linear(linear.weight, linear.bias, plan)
+            replacement.train(linear.training)
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, replacement)
+            converted.append(name)
+    if not converted:
+        raise ValueError(
+            f"recipe '{recipe}' converted nothing; expected at least one linear with N and K multiples of {ALIGNMENT}; "
+            f"left: {'; '.join(f'{name} ({why})' for name, why in left.items()) or 'the model has no linear'}"
+        )
+    return Conversion(recipe, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left)

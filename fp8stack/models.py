@@ -1,0 +1,240 @@
+"""Llama 3, from one table of sizes.
+
+Shape suffixes, used throughout: a tensor's name ends with its dimensions.
+
+    B batch    S sequence    T tokens = B*S    D model width    F feed-forward width
+    H query heads    G key and value heads (grouped-query attention: each serves H/G query heads)
+    K width of a head    V vocabulary
+
+A block is x + attention(norm(x)), then x + feed_forward(norm(x)); norms are RMSNorm, positions are rotary, the feed-
+forward is SwiGLU: w2(silu(w1 x) * (w3 x)). Weight names are those of Meta's release and of torchtitan.
+
+Precision: the residual stream is bf16, as under mixed-precision FSDP2; norms, rotations and softmax are computed in
+float32 and rounded to bf16 once. The master weights stay float32 and are cast where they are used. Logits are bf16
+products, the loss is taken from them in float32. On a CPU attention is written out: scores stay in float32 through
+mask and softmax, probabilities are rounded to bf16 (the operand of the second product), the output is rounded once:
+what fused attention kernels do. On a GPU it is `scaled_dot_product_attention`.
+
+Initial weights come from `data.random_bits`, not from torch's generators, whose bits depend on the CPU's vector
+width. A weight is the sum of four uniform 16-bit integers, centred and scaled: a bell of the wanted standard
+deviation, cut at 3.46 of them. Embedding 1; every linear 1/sqrt(fan in); the two that write to the residual stream a
+further 1/sqrt(2 * layers).
+
+FP8 replaces the linears of the blocks. The embedding is no product, and the output head stays in bf16: its gradient
+sees every logit, and torchao, torchtitan and Megatron leave it too.
+
+Not here: DeepSeek-V3, sharding, activation checkpointing, compile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8stack.data import random_bits
+from fp8stack.linear import Linear
+
+# Names of the modules that stay in high precision, for `convert_to_float8(filter=)`.
+HIGH_PRECISION = ("output",)
+
+_INIT_STD_OF_SUM = math.sqrt(4 * (65536**2 - 1) / 12)  # of the sum of four uniform integers in [0, 65535]
+_INIT_MEAN_OF_SUM = 4 * 65535 / 2
+_INIT_CHUNK = 1 << 22  # elements at a time: the int64 temporaries stay under 200 MB for any matrix
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of one model. `dim`, `ffn`, `vocab` in elements, `rope_theta` the base of the rotary wavelengths."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head (K)."""
+        return self.dim // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, embedding and output head included (not tied)."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        block = attention + 3 * self.dim * self.ffn + 2 * self.dim
+        return 2 * self.vocab * self.dim + self.layers * block + self.dim
+
+
+# tiny is this project's own, for CPUs; debug is torchtitan's debug model; the others are Meta's Llama 3 and 3.1 (1b: 3.2,
+# whose released weights tie head and embedding; here they are two tensors).
+MODELS: dict[str, Llama] = {
+    "llama3-tiny": Llama(dim=128, layers=4, heads=4, kv_heads=2, ffn=352, vocab=768),
+    "llama3-debug": Llama(dim=256, layers=6, heads=16, kv_heads=16, ffn=768, vocab=2048),
+    "llama3-1b": Llama(dim=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256),
+    "llama3-8b": Llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+    "llama3-70b": Llama(dim=8192, layers=80, heads=64, kv_heads=8, ffn=28672, vocab=128256),
+    "llama3-405b": Llama(dim=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256),
+}
+
+
+def model_named(name: str) -> Llama:
+    """The sizes of that name; ValueError naming those that exist."""
+    if name not in MODELS:
+        raise ValueError(f"model '{name}' does not exist; expected one of: {', '.join(MODELS)}; choose one of these")
+    return MODELS[name]
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, rounded to x's dtype once."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Any float dtype, same shape and dtype out."""
+        wide = x_BSD.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * self.weight.to(x_BSD.dtype)).to(x_BSD.dtype)
+
+
+def rope_table(seq: int, head_dim: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, float32 (S, K/2) each; from float64, so that a platform's float32 cosine does not matter."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.outer(torch.arange(seq, dtype=torch.float64), frequency)
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def rotate(x_BSHK: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate element i of each head with element i + K/2 (Hugging Face's layout), in float32, rounded once."""
+    cosine, sine = (part[:, None, :] for part in table)
+    left, right = x_BSHK.float().chunk(2, dim=-1)
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1).to(x_BSHK.dtype)
+
+
+def causal_attention(q_BHSK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor) -> torch.Tensor:
+    """softmax(q k^T / sqrt(K) + causal mask) v, (B,H,S,K). Precision: see the header."""
+    if q_BHSK.device.type != "cpu":
+        return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=True)
+    seq, head_dim = q_BHSK.shape[-2:]
+    future = torch.full((seq, seq), -math.inf).triu(diagonal=1)
+    scores = (q_BHSK.float() * head_dim**-0.5) @ k_BHSK.float().transpose(-1, -2) + future
+    probabilities = scores.softmax(dim=-1).to(v_BHSK.dtype)
+    return (probabilities.float() @ v_BHSK.float()).to(v_BHSK.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, size: Llama) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = size.heads, size.kv_heads, size.head_dim
+        self.wq = Linear(size.dim, size.heads * size.head_dim, bias=False)
+        self.wk = Linear(size.dim, size.kv_heads * size.head_dim, bias=False)
+        self.wv = Linear(size.dim, size.kv_heads * size.head_dim, bias=False)
+        self.wo = Linear(size.heads * size.head_dim, size.dim, bias=False)
+
+    def forward(self, x_BSD: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """(B,S,D) -> (B,S,D)."""
+        batch, seq, _ = x_BSD.shape
+        q_BSHK = rotate(self.wq(x_BSD).view(batch, seq, self.heads, self.head_dim), table)
+        k_BSGK = rotate(self.wk(x_BSD).view(batch, seq, self.kv_heads, self.head_dim), table)
+        v_BSGK = self.wv(x_BSD).view(batch, seq, self.kv_heads, self.head_dim)
+        repeats = self.heads // self.kv_heads
+        k_BHSK, v_BHSK = (t.transpose(1, 2).repeat_interleave(repeats, dim=1) for t in (k_BSGK, v_BSGK))
+        y_BHSK = causal_attention(q_BSHK.transpose(1, 2), k_BHSK, v_BHSK)
+        return self.wo(y_BHSK.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * (w3 x))."""
+
+    def __init__(self, size: Llama) -> None:
+        super().__init__()
+        self.w1 = Linear(size.dim, size.ffn, bias=False)
+        self.w2 = Linear(size.ffn, size.dim, bias=False)
+        self.w3 = Linear(size.dim, size.ffn, bias=False)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """(B,S,D) -> (B,S,D)."""
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind its norm and beside the residual stream."""
+
+    def __init__(self, size: Llama) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(size.dim, size.norm_eps)
+        self.attention = Attention(size)
+        self.ffn_norm = RMSNorm(size.dim, size.norm_eps)
+        self.feed_forward = FeedForward(size)
+
+    def forward(self, x_BSD: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """(B,S,D) -> (B,S,D)."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table)
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+
+
+class Transformer(nn.Module):
+    """Tokens to logits. Weights are uninitialised until `init_weights` (meta construction skips them)."""
+
+    def __init__(self, size: Llama, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        for label, value in (("dim", size.dim), ("ffn", size.ffn), ("vocab", size.vocab)):
+            if value % 16:
+                raise ValueError(f"{label} is {value}; FP8 GEMMs need a multiple of 16; choose another size")
+        if size.dim % (2 * size.heads) or size.heads % size.kv_heads:
+            raise ValueError(
+                f"{size.heads} heads, {size.kv_heads} kv heads and dim {size.dim} do not fit; expected dim a "
+                "multiple of 2 * heads and heads a multiple of kv heads; choose another size"
+            )
+        self.size, self.dtype = size, dtype
+        self.tok_embeddings = nn.Embedding(size.vocab, size.dim)
+        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = RMSNorm(size.dim, size.norm_eps)
+        self.output = Linear(size.dim, size.vocab, bias=False)
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """int64 (B,S) -> logits (B,S,V) in the model's compute dtype."""
+        table = rope_table(tokens_BS.shape[1], self.size.head_dim, self.size.rope_theta, tokens_BS.device)
+        x_BSD = self.tok_embeddings(tokens_BS).to(self.dtype)
+        for block in self.layers:
+            x_BSD = block(x_BSD, table)
+        return self.output(self.norm(x_BSD))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter from `seed` and its own name: independent of order, sharding, device and platform."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(initial_weight(seed, name, parameter.shape, self._init_std(name, parameter)))
+
+    def _init_std(self, name: str, parameter: torch.Tensor) -> float:
+        if name == "tok_embeddings.weight":
+            return 1.0
+        residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        return parameter.shape[1] ** -0.5 * ((2 * self.size.layers) ** -0.5 if residual else 1.0)
+
+
+def initial_weight(seed: int, name: str, shape: torch.Size, std: float) -> torch.Tensor:
+    """float32 tensor of `shape` with standard deviation `std`, from integers (see the header)."""
+    weight = torch.empty(shape.numel(), dtype=torch.float32)
+    for start in range(0, weight.numel(), _INIT_CHUNK):
+        index = torch.arange(start, min(start + _INIT_CHUNK, weight.numel()))
+        total = torch.zeros_like(index)
+        for half in ("a", "b"):
+            bits = random_bits(seed, f"init/{name}/{half}", index)
+            total += (bits & 0xFFFF) + (bits >> 16)
+        weight[start : start + len(index)] = (total.double() - _INIT_MEAN_OF_SUM) * (std / _INIT_STD_OF_SUM)
+    return weight.view(shape)

@@ -233,7 +233,7 @@ def facts(listing: Listing, *, shared_bytes: int = 0, num_warps: int | None = No
         if listing.dialect == "amdgcn"
         else _resources_sass(listing, shared_bytes, num_warps or 1)
     )
-    found: dict[str, Value] = {
+    values: dict[str, Value] = {
         "region": counted,
         "loops": len(listing.loops),
         "widest_load_bytes": widths["load"],
@@ -243,4 +243,4 @@ def facts(listing: Listing, *, shared_bytes: int = 0, num_warps: int | None = No
         **{name: len(select(listing)) for name, select in COUNTED.items()},
         **resources,
     }
-    return {name: found[name] for name in FACTS}
+    return {name: values[name] for name in FACTS}

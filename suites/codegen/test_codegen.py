@@ -1,0 +1,103 @@
+"""The machine code of every kernel at its production configurations, for archs that need not be here.
+
+Every kernel family (a module of fp8stack.kernels with `compile_specs(arch)`) is compiled for every arch below, the
+listing is read (harness/isa) and two things come of it: hard rules that hold whatever was recorded before
+(machine_code.py, RULES), and facts in `isa/<case>.json`, which the gate compares with `baselines/<arch>/codegen.json`
+in the block of this Triton's minor version.
+
+Triton's compile cache is used as the environment gives it (TRITON_CACHE_DIR): the harness picks the folder, and no test
+here shares, chooses or purges one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import fp8stack.kernels
+from fp8stack import _triton
+from fp8stack._triton import CompileSpec
+from suites.codegen.machine_code import broken_rules, machine_code
+
+ARCHS = ("gfx942", "gfx950", "sm_90")
+"""Archs with baselines of machine code."""
+
+
+def _families() -> dict[str, Callable[[str], list[CompileSpec]]]:
+    """Family name -> its compile_specs, sorted by name: a new family is checked as soon as it has one."""
+    names = sorted(module.name for module in pkgutil.iter_modules(fp8stack.kernels.__path__))
+    modules = {name: importlib.import_module(f"fp8stack.kernels.{name}") for name in names}
+    return {name: module.compile_specs for name, module in modules.items() if hasattr(module, "compile_specs")}
+
+
+def _cases() -> Iterator[Any]:
+    for specs_of in _families().values():
+        for arch in ARCHS:
+            for spec in sorted(specs_of(arch), key=lambda spec: spec.case):
+                yield pytest.param(spec, arch, id=f"{spec.case}-{arch}")
+
+
+def _plain(value: object) -> bool | int | float | str | None:
+    """A configuration value as JSON holds it; a Triton type by its name."""
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _config(spec: CompileSpec) -> dict[str, Any]:
+    """What the kernel was compiled with: a baseline of another configuration is stale, not worse."""
+    return {
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+        "signature": dict(sorted(spec.signature.items())),
+        "constexprs": {name: _plain(value) for name, value in sorted(spec.constexprs.items())},
+        "divisible": sorted(spec.divisible),
+        "within_2gb": sorted(spec.within_2gb),
+        "options": {name: _plain(value) for name, value in sorted({**_triton.LAUNCH_OPTIONS, **spec.options}.items())},
+    }
+
+
+@pytest.mark.parametrize(("spec", "arch"), _cases())
+def test_machine_code(
+    spec: CompileSpec, arch: str, evidence: Any, record_property: Callable[[str, object], None]
+) -> None:
+    """Native conversion where the arch has it, 16-byte loads and stores, no narrow access, spill, scratch or fence."""
+    case = f"{spec.case}-{arch}"
+    record_property("arch", arch)
+    record_property("format", spec.fmt)
+    code = machine_code(spec, arch)
+    assert _triton.TRITON_VERSION is not None
+    version = ".".join(map(str, _triton.TRITON_VERSION))
+    record_property("triton", version)
+    listing = evidence.write_text(f"isa/{case}.s", code.text)
+    record_property(
+        "isa_file",
+        evidence.write_json(
+            f"isa/{case}.json",
+            {
+                "schema": 1,
+                "case": case,
+                "arch": arch,
+                "triton": version,
+                "format": spec.fmt,
+                "kernel": code.listing.kernel,
+                "config": _config(spec),
+                "facts": code.facts,
+                "listing_hash": code.listing.digest,
+                "listing": listing,
+            },
+        ),
+    )
+    broken = broken_rules(code)
+    assert not broken, "\n".join([f"{listing} breaks a rule of machine code:", *broken])
+
+
+def test_families() -> None:
+    """At least the rowwise family is compiled, case ids are unique, and the order is the same each time."""
+    assert "rowwise" in _families()
+    ids = [case.id for case in _cases()]
+    assert len(ids) == len(set(ids))
+    assert ids == [case.id for case in _cases()]
+    assert {arch: sum(name.endswith(arch) for name in ids) > 0 for arch in ARCHS} == dict.fromkeys(ARCHS, True)

@@ -166,6 +166,7 @@ class Recorder:
         self._collected = False
         self._reported: dict[str, int] = {}
         self._dead: dict[str, tuple[str | None, str]] = {}
+        self._last_id = ("", "")
 
     def pytest_sessionstart(self) -> None:
         """The session has begun."""
@@ -270,7 +271,9 @@ class Recorder:
         )
 
     def _id(self, node_id: str) -> str:
-        return manifest.from_node_id(node_id, self.settings.suite)
+        if node_id != self._last_id[0]:  # four events a test ask for the same one
+            self._last_id = (node_id, manifest.from_node_id(node_id, self.settings.suite))
+        return self._last_id[1]
 
 
 def _signal_of(node: Any) -> str | None:

@@ -37,6 +37,10 @@ DETAIL_LIMIT = 32_768
 """Characters of a traceback or of captured output that are kept; the middle goes. The log holds all of it."""
 
 
+# One encoder for all lines: `json.dumps` with an argument makes one a call, which costs more than the line.
+_ENCODE = json.JSONEncoder(allow_nan=False).encode
+
+
 def shorten(text: str, limit: int = DETAIL_LIMIT) -> str:
     """`text`, with its middle replaced by a note when it is longer than `limit` characters."""
     if len(text) <= limit:
@@ -59,7 +63,7 @@ class JournalWriter:
 
     def write(self, event: str, /, **fields: Any) -> None:
         """Append one event. DiskError when the file system takes only part of it or none."""
-        line = (json.dumps({"event": event, **fields}, allow_nan=False) + "\n").encode("ascii")
+        line = (_ENCODE({"event": event, **fields}) + "\n").encode("ascii")
         try:
             written = os.write(self._file, line)
         except OSError as error:

@@ -151,11 +151,14 @@ def _run(options: argparse.Namespace) -> int:
         progress=not options.quiet,
     )
     evidence = running.execute(request)
-    return _report(evidence)
+    judgement, text = _report(evidence)
+    _print(text)
+    _say(f"evidence: {evidence}")
+    return judgement.exit_code
 
 
-def _report(evidence: Path) -> int:
-    """Judge, write junit.xml and summary.md, print the summary."""
+def _report(evidence: Path) -> tuple[Judgement, str]:
+    """Judge, write junit.xml and summary.md; returns the judgement and the text of the summary."""
     from harness import gate, junit
     from harness.baselines import write_atomic
     from harness.report import summary
@@ -165,9 +168,7 @@ def _report(evidence: Path) -> int:
     junit.write(judgement, run, evidence / "junit.xml")
     text = summary.render(judgement, run)
     write_atomic(evidence / "summary.md", text)
-    _print(text)
-    _say(f"evidence: {evidence}")
-    return judgement.exit_code
+    return judgement, text
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -271,7 +272,7 @@ def _record(options: argparse.Namespace) -> int:
         base = options.out or root / "evidence" / f"record-{platform.id}-{stamp}"
 
         def execute(chosen: tuple[str, ...], environment: Mapping[str, str], args: tuple[str, ...], name: str) -> Path:
-            return running.execute(
+            evidence = running.execute(
                 running.RunRequest(
                     root=root,
                     platform=platform,
@@ -285,6 +286,8 @@ def _record(options: argparse.Namespace) -> int:
                     progress=not options.quiet,
                 )
             )
+            _report(evidence)
+            return evidence
 
         sources = record.run_all(platform, suites, nudged, execute, _say)
         complete = options.case is None

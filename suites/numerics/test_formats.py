@@ -65,6 +65,13 @@ def test_encode(fmt: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", EACH_FORMAT)
+def test_encode_parameter(fmt: str, device: str) -> None:
+    """A Parameter, and any other subclass of Tensor, takes whatever path it must to the same golden codes."""
+    x = torch.nn.Parameter(golden_inputs(fmt, device), requires_grad=False)
+    assert_bits_equal(golden_codes(fmt), formats.encode(x, fmt), f"{fmt} codes", golden_names(fmt))
+
+
+@pytest.mark.parametrize("fmt", EACH_FORMAT)
 def test_round_trip(fmt: str, device: str) -> None:
     """encode(decode(code)) is the code, but for NaN and infinite codes, which become the NaN code and +-max."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)

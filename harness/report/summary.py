@@ -27,8 +27,21 @@ from harness.result import Judgement, Result, suite_rank
 BYTE_LIMIT = 1_048_000
 FINDINGS_SHOWN = 15
 LISTED_SHOWN = 8
-#: More machine-code tables than this are shown only for kernels that moved.
-FACT_TABLES = 12
+#: Kernels of which the summary shows every fact, and of which it shows a line each.
+FULL_TABLES = 3
+KERNELS_SHOWN = 60
+#: Facts that decide a memory-bound kernel's speed, and the words for a narrow column.
+KEY_FACTS: dict[str, str] = {
+    "widest_load_bytes": "load B",
+    "widest_store_bytes": "store B",
+    "narrow_memory_instructions": "narrow",
+    "fp8_encode": "encode",
+    "vgpr_spills": "spills",
+    "vgprs": "vgprs",
+    "lds_bytes": "lds B",
+    "waves_per_simd": "waves",
+    "code_bytes": "code B",
+}
 LATE_DIVERGENCE = "100 steps cannot show late divergence: a curve that holds here may still diverge after thousands."
 
 NOT_JUDGED = (
@@ -216,28 +229,39 @@ def _identity(result: Result) -> TestId:
 
 
 def _facts(judgement: Judgement, run: Mapping[str, Any]) -> list[str]:
-    """Machine code: every fact beside the baseline's where few kernels ran, else the facts that moved."""
+    """Machine code beside the baseline's. A run with --case shows every kernel, any other those that moved.
+
+    Up to FULL_TABLES kernels: a column each, every fact. More: a line each, the facts that decide speed and what moved.
+    """
     judged = [result for result in judgement.results if (result.baseline or {}).get("kind") == "codegen"]
     if not judged:
         return []
     lines = ["## Machine code: now (baseline)", ""]
-    everything = bool(run.get("case")) and len(judged) <= FACT_TABLES
-    if not everything:
-        judged_moved = [result for result in judged if _moved(result)]
-        held = len(judged) - len(judged_moved)
-        lines.append(f"{held} of {len(judged)} kernels as recorded; name one with --case to see all of its facts.")
-        judged = judged_moved[:FACT_TABLES]
-    if not judged:
+    moved = [result for result in judged if _moved(result)]
+    if not run.get("case"):
+        lines.append(
+            f"{len(judged) - len(moved)} of {len(judged)} kernels as recorded; --case shows all of their facts."
+        )
+        judged = moved
+    else:
+        lines.append(f"{len(judged) - len(moved)} of {len(judged)} kernels as recorded.")
+    shown = sorted(judged, key=lambda result: result.order)[:KERNELS_SHOWN]
+    if not shown:
         return lines
-    names = [row["name"] for row in (judged[0].baseline or {})["rows"]]
-    for result in judged[1:]:
-        names += [row["name"] for row in (result.baseline or {})["rows"] if row["name"] not in names]
-    if not everything:
-        names = [name for name in names if any(name in _moved(result) for result in judged)]
-    header = ("fact", *(_identity(result).case for result in judged))
-    body = [[name, *(_cell(result, name) for result in judged)] for name in names]
-    verdicts = ["verdict", *(str(result.verdict) for result in judged)]
-    return [*lines, *table(header, [verdicts, *body])]
+    left_out = [f"... and {len(judged) - len(shown)} kernels more, all in isa/"] if len(judged) > len(shown) else []
+    names = list(dict.fromkeys(row["name"] for result in shown for row in (result.baseline or {})["rows"]))
+    if len(shown) <= FULL_TABLES:
+        header = ("fact", *(_identity(result).case for result in shown))
+        verdicts = ["verdict", *(str(result.verdict) for result in shown)]
+        body = [[name, *(_cell(result, name) for result in shown)] for name in names]
+        return [*lines, "", *table(header, [verdicts, *body]), *left_out]
+    changed = {name for result in shown for name in _moved(result)}
+    columns = [name for name in names if name in KEY_FACTS or name in changed]
+    header = ("kernel", "verdict", *(KEY_FACTS.get(name, name) for name in columns))
+    body = [
+        [_identity(result).case, str(result.verdict), *(_cell(result, name) for name in columns)] for result in shown
+    ]
+    return [*lines, "", *table(header, body), *left_out]
 
 
 def _moved(result: Result) -> list[str]:
@@ -251,7 +275,7 @@ def _cell(result: Result, name: str) -> str:
         return "-"
     before = "none" if row["before"] is None else row["before"]
     mark = {"worse": " !", "better": " +", "absent": " !"}.get(row["state"], "")
-    return f"{row['now']}{mark}" if row["state"] == "same" else f"{row['now']} ({before}){mark}"
+    return f"{row['now']} ({before}){mark}"
 
 
 def _not_judged(judgement: Judgement) -> list[str]:

@@ -11,6 +11,7 @@ from harness.errors import Verdict
 from harness.report import summary
 from harness.result import Judgement, Result
 from suites.unit.built_evidence import (
+    CODEGEN_CASE,
     CODEGEN_TEST,
     LOSS_TEST,
     NUMERICS_TEST,
@@ -58,14 +59,31 @@ def test_loss_table(tmp_path: Path) -> None:
 
 
 def test_facts_beside_the_baseline(tmp_path: Path) -> None:
-    """With --case every fact is shown beside the baseline's; without it only what moved."""
-    built = good(tmp_path).isa(isa_file(facts=facts(vgprs=20)))
-    text = render(built)
-    assert "| vgprs " in text
-    assert "20 (16) !" in text
-    assert "widest_store_bytes" not in text
+    """A run with --case shows each fact beside the baseline's; without it only kernels that moved are shown."""
+    built = good(tmp_path)
+    assert "widest_store_bytes" not in render(built)
+    assert "1 of 1 kernels as recorded" in render(built)
     built.run["case"] = "*"
-    assert "widest_store_bytes" in render(built)
+    assert "| widest_store_bytes                | 16 (16) " in render(built)
+    text = render(built.isa(isa_file(facts=facts(vgprs=20))))
+    assert "| vgprs                             | 20 (16) !" in text
+    assert "0 of 1 kernels as recorded" in text
+
+
+def test_facts_of_many_kernels(tmp_path: Path) -> None:
+    """More than three kernels: a line each with the facts that decide speed, and whatever moved, the worst first."""
+    built = good(tmp_path)
+    built.run["case"] = "*"
+    for number in range(5):
+        case = f"rowwise-e4m3fnuz-bf16-k{number}-gfx942"
+        built.isa(isa_file(case=case), CODEGEN_TEST.replace(CODEGEN_CASE, case))
+    built.isa(isa_file(facts=facts(agprs=17)))
+    lines = [line for line in render(built).splitlines() if line.startswith("| rowwise-")]
+    assert len(lines) == 6
+    header = next(line for line in render(built).splitlines() if line.startswith("| kernel"))
+    assert "store B" in header
+    assert "agprs" in header
+    assert "17 (16) !" in next(line for line in lines if "k7168" in line)
 
 
 def test_improved_shows_the_patch(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ Not here: which arch this machine has (device.py), what the listing says (harnes
 
 from __future__ import annotations
 
+import hashlib
 import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -341,6 +344,37 @@ def cross_compile(spec: CompileSpec, arch_name: str) -> Compiled:
         asm={stage: compiled.asm[stage] for stage in stages if stage in compiled.asm},
         metadata=dict(compiled.metadata._asdict()),
     )
+
+
+def disassemble(cubin: bytes) -> tuple[str, str]:
+    """Machine code of a cubin as text: (`nvdisasm -c`, `cuobjdump --dump-resource-usage`).
+
+    Kept in Triton's cache beside the kernels, by the hash of cubin and Triton version: a disassembler takes longer to
+    start than a kernel to come out of that cache.
+
+    Raises:
+        TritonUnavailable: as nvidia_tool.
+        subprocess.CalledProcessError: the tool refused the cubin.
+    """
+    require("disassembling a cubin")
+    from triton.runtime.cache import get_cache_manager
+
+    assert triton is not None
+    commands = {"sass": ("nvdisasm", "-c"), "resources": ("cuobjdump", "--dump-resource-usage")}
+    key = hashlib.sha256(repr((triton.__version__, commands)).encode() + cubin).hexdigest()
+    manager = get_cache_manager(key)
+    texts: list[str] = []
+    for name, (tool, option) in commands.items():
+        kept = manager.get_file(f"{name}.txt")
+        if kept is None:
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(cubin)
+                file.flush()
+                command = [str(nvidia_tool(tool)), option, file.name]
+                text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+            kept = manager.put(text, f"{name}.txt", binary=False)
+        texts.append(Path(kept).read_text(encoding="utf-8"))
+    return texts[0], texts[1]
 
 
 def nvidia_tool(name: str) -> Path:

@@ -54,6 +54,8 @@ FACTS: dict[str, Fact] = {
     "loops": Fact("loops", "informational", "outermost loops"),
     "widest_load_bytes": Fact("bytes", "higher", "widest load of a lane from device memory in the region"),
     "widest_store_bytes": Fact("bytes", "higher", "widest store of a lane to device memory in the region"),
+    "mean_load_bytes": Fact("bytes", "higher", "the same, mean over the region's loads: one wide one hides no others"),
+    "mean_store_bytes": Fact("bytes", "higher", "the same, mean over the region's stores"),
     "narrow_memory_instructions": Fact("instructions", "lower", "1- and 2-byte device-memory accesses in the region"),
     "narrow_memory_instructions_kernel": Fact("instructions", "lower", "the same in the whole kernel"),
     "narrow_lds_instructions": Fact(
@@ -222,11 +224,10 @@ def facts(listing: Listing, *, shared_bytes: int = 0, num_warps: int | None = No
             "PTX has virtual registers: disassemble the cubin"
         )
     counted, inside = region(listing)
-    widths: dict[str, int] = {"load": 0, "store": 0}
+    widths: dict[str, list[int]] = {"load": [], "store": []}
     for _, access in _accesses(DIALECTS[listing.dialect], inside):
         if access.space == "global" and access.kind != "atomic":
-            kind = "store" if access.kind == "store" else "load"
-            widths[kind] = max(widths[kind], access.width)
+            widths["store" if access.kind == "store" else "load"].append(access.width)
     opcodes = sorted({i.opcode for i in offenders(listing, "matrix_instructions")})
     resources = (
         _resources_amd(listing, shared_bytes)
@@ -236,8 +237,8 @@ def facts(listing: Listing, *, shared_bytes: int = 0, num_warps: int | None = No
     values: dict[str, Value] = {
         "region": counted,
         "loops": len(listing.loops),
-        "widest_load_bytes": widths["load"],
-        "widest_store_bytes": widths["store"],
+        **{f"widest_{kind}_bytes": max(found, default=0) for kind, found in widths.items()},
+        **{f"mean_{kind}_bytes": round(sum(found) / max(len(found), 1), 2) for kind, found in widths.items()},
         "fp8_encode": fp8_encode(listing),
         "matrix_opcodes": "+".join(opcodes) or "none",
         **{name: len(select(listing)) for name, select in COUNTED.items()},

@@ -63,6 +63,17 @@ def _head(instruction: Instruction) -> str:
     return instruction.opcode.split(".", 1)[0]
 
 
+_TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "BF16_V2": "bf16", "E4M3": "e4m3", "E5M2": "e5m2"}
+_FP8 = ("e4m3", "e5m2")
+
+
+def _conversion(instruction: Instruction) -> tuple[str, str] | None:
+    """(to, from) of a packed conversion: the types of its suffixes in order; float32 is the source left unsaid."""
+    head, *parts = instruction.opcode.split(".")
+    types = [_TYPES[part] for part in parts if part in _TYPES]
+    return (types[0], types[1] if len(types) > 1 else "f32") if head == "F2FP" and types else None
+
+
 def fence(instruction: Instruction) -> bool:
     """Whether it orders or invalidates memory beyond the block (the async proxy's fence is part of a bulk copy)."""
     return _head(instruction) in ("MEMBAR", "ERRBAR") or instruction.opcode.startswith(("CCTL.IVALL", "FENCE.MEMBAR"))
@@ -70,20 +81,14 @@ def fence(instruction: Instruction) -> bool:
 
 def encode_source(instruction: Instruction) -> str | None:
     """The type that a hardware conversion to FP8 reads (`f32`, `f16`, `bf16`); None for any other instruction."""
-    parts = instruction.opcode.split(".")
-    if parts[0] != "F2FP" or not {"E4M3", "E5M2"} & set(parts) or any(part.startswith("UNPACK") for part in parts):
-        return None
-    return {"F32": "f32", "F16": "f16", "BF16": "bf16", "BF16_V2": "bf16"}.get(
-        next((part for part in parts if part in ("F32", "F16", "BF16", "BF16_V2")), "F32")
-    )
+    types = _conversion(instruction)
+    return types[1] if types and types[0] in _FP8 else None
 
 
 def decodes(instruction: Instruction) -> bool:
     """Whether it is a hardware conversion from FP8."""
-    parts = instruction.opcode.split(".")
-    return (
-        parts[0] == "F2FP" and bool({"E4M3", "E5M2"} & set(parts)) and any(part.startswith("UNPACK") for part in parts)
-    )
+    types = _conversion(instruction)
+    return types is not None and types[0] not in _FP8 and types[1] in _FP8
 
 
 def matrix(instruction: Instruction) -> bool:

@@ -7,11 +7,8 @@ reads, so that the message can show the lines of the listing behind it.
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fp8stack import _triton
@@ -38,12 +35,6 @@ class MachineCode:
     ptx: str | None = None
 
 
-def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run(
-        [str(_triton.nvidia_tool(tool)), *arguments], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-
-
 def machine_code(spec: CompileSpec, arch: str) -> MachineCode:
     """Compile `spec` for `arch` (from Triton's cache where it is there) and read the listing."""
     compiled = _triton.cross_compile(spec, arch)
@@ -52,11 +43,10 @@ def machine_code(spec: CompileSpec, arch: str) -> MachineCode:
         text = str(compiled.asm["amdgcn"])
         listing = isa.read_amdgcn(text)
         return MachineCode(spec, arch, text, listing, isa.facts(listing, shared_bytes=shared))
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])  # type: ignore[arg-type]
-        text = _run("nvdisasm", "-c", str(cubin))
-        listing = isa.read_sass(text, _run("cuobjdump", "--dump-resource-usage", str(cubin)))
+    cubin = compiled.asm["cubin"]
+    assert isinstance(cubin, bytes)
+    text, resource_usage = _triton.disassemble(cubin)
+    listing = isa.read_sass(text, resource_usage)
     found = isa.facts(listing, shared_bytes=shared, num_warps=spec.num_warps)
     return MachineCode(spec, arch, text, listing, found, str(compiled.asm["ptx"]))
 

@@ -59,7 +59,7 @@ def _config(spec: CompileSpec) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("spec", "arch"), _cases())
+@pytest.mark.parametrize(("spec", "arch"), list(_cases()))
 def test_machine_code(
     spec: CompileSpec, arch: str, evidence: Any, record_property: Callable[[str, object], None]
 ) -> None:

@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 def implementation(x: torch.Tensor) -> str:
-    """ "triton" or "reference" for an op on x.
+    """What an op on x runs: "triton" or "reference".
 
     Raises fp8stack._triton.TritonUnavailable for a GPU tensor without triton, ValueError for other devices.
     """

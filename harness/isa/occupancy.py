@@ -21,7 +21,7 @@ class ComputeUnit:
         lanes: lanes a wave.
         simds: SIMDs or schedulers.
         waves: most waves on the unit.
-        groups: most groups of more than one wave.
+        groups: most groups; on AMD barriers set the limit, so groups of one wave are free of it.
         registers: vector registers a SIMD for one wave-wide register each (AMD), or 32-bit registers a unit (NVIDIA).
         register_granule: registers are allotted to a wave in multiples of this (NVIDIA: per wave, lanes included).
         lds_bytes: LDS a unit. lds_group_bytes: most that one group may have. lds_granule: allotment, bytes.
@@ -81,10 +81,8 @@ def unit(arch: str) -> ComputeUnit:
     return UNITS[arch]
 
 
-def _groups(limits: ComputeUnit, waves_a_group: int, waves_by_registers: int, lds_bytes: int) -> int:
-    found = [min(limits.waves, waves_by_registers) // waves_a_group]
-    if waves_a_group > 1:
-        found.append(limits.groups)
+def _groups(limits: ComputeUnit, waves_a_group: int, most: int, waves_by_registers: int, lds_bytes: int) -> int:
+    found = [min(limits.waves, waves_by_registers) // waves_a_group, most]
     taken = round_up(lds_bytes, limits.lds_granule) + limits.reserved_bytes
     if taken:
         found.append(limits.lds_bytes // taken)
@@ -104,7 +102,8 @@ def waves_amd(arch: str, resources: Mapping[str, int], lds_bytes: int) -> float:
     allotted = round_up(max(resources["vgpr_count"], 1), limits.register_granule)
     by_sgprs = next((waves for sgprs, waves in SGPR_WAVES if resources["sgpr_count"] <= sgprs), 7)
     a_simd = min(limits.waves // limits.simds, limits.registers // allotted, by_sgprs)
-    groups = _groups(limits, waves_a_group, a_simd * limits.simds, lds_bytes)
+    most = limits.groups if waves_a_group > 1 else limits.waves
+    groups = _groups(limits, waves_a_group, most, a_simd * limits.simds, lds_bytes)
     return groups * waves_a_group / limits.simds
 
 
@@ -117,5 +116,5 @@ def waves_nvidia(arch: str, registers: int, waves_a_group: int, lds_bytes: int) 
     limits = unit(arch)
     allotted = round_up(max(registers, 1) * limits.lanes, limits.register_granule)
     a_scheduler = limits.registers // limits.simds // allotted
-    groups = _groups(limits, waves_a_group, a_scheduler * limits.simds, lds_bytes)
+    groups = _groups(limits, waves_a_group, limits.groups, a_scheduler * limits.simds, lds_bytes)
     return groups * waves_a_group / limits.simds

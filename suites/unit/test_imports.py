@@ -1,7 +1,7 @@
 """Who may import whom, read from the source of every module, and what each layer can do without.
 
 The two chains of the architecture, as ranks: a module imports only modules of a lower rank. Modules that stand beside a
-chain are listed with the rank that lets them do their work, and why. A new module without a rank is a failure, so that
+chain are listed with the rank that their work needs. A new module without a rank is a failure, so that
 its place is decided and not found out.
 
 `suites -> fp8stack`, `suites -> harness`; `harness` and `fp8stack` never import each other; nothing imports `suites`.
@@ -21,38 +21,45 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # errors <- platforms <- capabilities <- {ledger, manifest, baselines} <- {bands, speed, junit, journal} <- gate
-# <- report <- cli. Equal ranks stand side by side and may import each other only where EQUALS says so.
+# <- report <- cli. What stands beside the chain has the rank that its work needs, and no more. Equal ranks may import
+# each other only where BESIDE says so.
 HARNESS: dict[str, int] = {
     "errors": 0,
-    "isa": 0,  # listing -> facts: plain text in, plain data out; used by suites and never by the gate
+    "isa": 0,  # machine code -> facts: text in, plain data out
     "platforms": 1,
+    "result": 1,  # what the gate says of a test: plain data for junit and report
+    "executor": 1,  # the protocol of running a command
     "capabilities": 2,
+    "local": 2,
+    "container": 2,
+    "images": 2,
     "ledger": 3,
     "manifest": 3,
     "baselines": 3,
     "bands": 4,
     "speed": 4,
+    "machinecode": 4,  # the gate's third comparison, beside bands and speed
+    "junit": 4,
     "journal": 4,
-    "result": 4,  # what the gate hands to JUnit and to the report: a verdict with its test id
-    "junit": 5,  # writes what the gate judged, so it sees result and journal
-    # The run side: executes, writes the journal, knows no verdict. It may see the tables and the journal, not the gate.
-    "executor": 1,
-    "local": 2,
-    "container": 2,
-    "images": 2,
+    "deaths": 5,  # how a process ended, from the journal
+    "hooks": 5,  # inside the test process: journal, capabilities, manifest
     "plan": 5,
-    "run": 6,
-    "doctor": 6,
-    # Inside the test process: writes the journal, skips by capability and waiver.
-    "hooks": 4,
-    "plugin": 5,
+    "plugin": 6,
+    "progress": 6,
+    "run": 7,  # executes and writes the journal
+    "doctor": 7,
     "gate": 7,
     "report": 8,
     "history": 8,
     "selftest": 8,
-    "cli": 9,
-    "__main__": 10,
+    "record": 9,  # runs judged once more, into baselines
+    "cli": 10,
+    "__main__": 11,
 }
+
+# Executing and judging share data, never code: a folder of evidence is judged where nothing could run.
+EXECUTES = {"executor", "local", "container", "images", "hooks", "plugin", "plan", "progress", "run", "doctor"}
+JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report"}
 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- parallel <- train
 FP8STACK: dict[str, int] = {
@@ -73,8 +80,10 @@ FP8STACK: dict[str, int] = {
 }
 LAYERS = {"harness": HARNESS, "fp8stack": FP8STACK}
 
-# Pairs of equal rank, or of one package part, that may import each other, with the reason.
-EQUALS: frozenset[tuple[str, str]] = frozenset()
+# Pairs of equal rank, importer first, with the reason.
+BESIDE: dict[tuple[str, str], str] = {
+    ("ledger", "manifest"): "a waiver names a test by its id, whose grammar is the manifest's",
+}
 
 FORBIDDEN = {
     "harness": {"torch", "triton", "numpy", "scipy", "fp8stack", "suites"},
@@ -143,8 +152,17 @@ def test_direction(package: str, module: str, path: Path) -> None:
         other = part(name)
         if other == own or (not (ROOT / package / other).exists() and not (ROOT / package / f"{other}.py").exists()):
             continue  # its own subpackage, or a name of the package's __init__
-        allowed = not own or ranks[other] < ranks[own] or (own, other) in EQUALS
+        allowed = not own or ranks[other] < ranks[own] or (own, other) in BESIDE
         assert allowed, f"{module} imports {name}; expected only modules below rank {ranks.get(own)}; turn it round"
+
+
+def test_executing_and_judging_are_apart() -> None:
+    """No module that judges imports one that executes, nor the other way round; only record and cli know both."""
+    for module, path in modules("harness"):
+        own = part(module)
+        other_side = EXECUTES if own in JUDGES else JUDGES if own in EXECUTES else set()
+        found = {name for name, _ in imports(path, module) if name.startswith("harness.") and part(name) in other_side}
+        assert not found, f"{module} imports {sorted(found)}"
 
 
 @pytest.mark.parametrize(("package", "module", "path"), MODULES)

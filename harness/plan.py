@@ -36,7 +36,7 @@ SHORT = 8.0
 
 @dataclass(frozen=True)
 class Job:
-    """One suite in one test process."""
+    """One suite in one test process. The last two are expectations for the display: start, and then a test."""
 
     suite: str
     argv: tuple[str, ...]
@@ -44,7 +44,8 @@ class Job:
     workers: int
     threads: int
     deadline: float
-    expected_seconds: float
+    start_seconds: float
+    seconds_a_test: float
 
 
 Lanes = tuple[tuple[Job, ...], ...]
@@ -112,8 +113,7 @@ def lanes(
     )
     order = {suite: position for position, suite in enumerate(suites)}
     return tuple(
-        tuple(make.job(suite, work[suite], workers[suite]) for suite in sorted(lane, key=order.__getitem__))
-        for lane in laid
+        tuple(make.job(suite, workers[suite]) for suite in sorted(lane, key=order.__getitem__)) for lane in laid
     )
 
 
@@ -150,7 +150,7 @@ class _JobMaker:
     threads: int
     collect_only: bool
 
-    def job(self, suite: str, work: float, workers: int) -> Job:
+    def job(self, suite: str, workers: int) -> Job:
         execution = platforms.EXECUTION[self.platform.vendor, suite]
         own_workers = any(item.startswith(("-n", "--numprocesses", "--dist")) for item in self.pytest_args)
         argv = [sys.executable, "-m", "pytest", f"suites/{suite}", "--rootdir", str(self.root)]
@@ -162,9 +162,9 @@ class _JobMaker:
         elif workers > 1 and not own_workers:
             argv += ["-n", str(workers)]
         argv += self.pytest_args
-        expected = execution.start_seconds + work / workers
+        expected = (execution.start_seconds, execution.seconds_a_test / workers)
         environment = self._environment(execution, workers)
-        return Job(suite, tuple(argv), environment, workers, self.threads, execution.deadline, expected)
+        return Job(suite, tuple(argv), environment, workers, self.threads, execution.deadline, *expected)
 
     def _environment(self, execution: Execution, workers: int) -> dict[str, str]:
         """The whole environment of the process. OMP_NUM_THREADS is only ever lowered by the caller's own value."""

@@ -46,20 +46,37 @@ class Silent:
 class Counts:
     """Where one suite stands."""
 
-    expected_seconds: float
+    start_seconds: float
+    seconds_a_test: float
     total: int | None = None
     done: int = 0
     failed: int = 0
     skipped: int = 0
     began: float | None = None
-    ended: bool = False
+    ended: float | None = None
     running: dict[str, float] = field(default_factory=dict)
 
-    def expected(self, now: float) -> float:
-        """Expected seconds from the suite's begin to its end: the estimate first, then what the pace so far says."""
-        if self.began is None or not self.total or self.done < max(5, self.total // 10):
-            return self.expected_seconds
-        return (now - self.began) * self.total / self.done
+    def elapsed(self, now: float) -> float:
+        """Seconds since the suite began, or that it took."""
+        return 0.0 if self.began is None else (self.ended or now) - self.began
+
+    def expected(self, now: float) -> float | None:
+        """Seconds from the suite's begin to its end: the table's estimate first, then what the pace so far says."""
+        if self.total is None:
+            return None
+        if self.done < max(5, self.total // 10):
+            return self.start_seconds + self.total * self.seconds_a_test
+        return self.elapsed(now) * self.total / self.done
+
+    def doing(self) -> str:
+        """What the suite is at, in a word or by the id of the test that runs."""
+        if self.began is None:
+            return "waiting"
+        if self.ended is not None:
+            return "done"
+        if self.running:
+            return next(iter(self.running)).partition("/")[2]
+        return "starting" if not self.done else "ending" if self.done == self.total else "between tests"
 
 
 class Finished(NamedTuple):
@@ -78,7 +95,7 @@ class Watcher:
     def __init__(self, tail: JournalTail, lanes: Lanes) -> None:
         self._tail = tail
         self._phases: dict[str, list[Mapping[str, Any]]] = {}
-        self.counts = {job.suite: Counts(job.expected_seconds) for lane in lanes for job in lane}
+        self.counts = {job.suite: Counts(job.start_seconds, job.seconds_a_test) for lane in lanes for job in lane}
         self.started = time.monotonic()
         self.finished: list[Finished] = []
         self.notes: list[str] = []
@@ -97,7 +114,7 @@ class Watcher:
             case "process-start":
                 counts.began = now
             case "process-end":
-                counts.ended = True
+                counts.ended = now
                 counts.running.clear()
                 how = event["signal"] or f"exit {event['rc']}"
                 ours = f", ended by us ({event['killed_by']})" if event["killed_by"] else ""
@@ -162,7 +179,7 @@ class Plain:
         now = time.monotonic()
         parts = []
         for suite, counts in self._watcher.counts.items():
-            if counts.began is None or counts.ended:
+            if counts.began is None or counts.ended is not None:
                 continue
             tests = ", ".join(f"{test_id} for {now - since:.0f} s" for test_id, since in counts.running.items())
             parts.append(f"{suite} {counts.done} of {counts.total or '?'}, in {tests or 'no test'}")
@@ -210,17 +227,16 @@ class Live:
         now = time.monotonic()
         table = Table.grid(padding=(0, 1))
         for suite, counts in self._watcher.counts.items():
-            began = counts.began
-            elapsed = 0.0 if began is None else now - began
-            expected = max(elapsed, counts.expected(now))
-            running = next(iter(counts.running), "waiting" if began is None else "done" if counts.ended else "starting")
+            elapsed = counts.elapsed(now)
+            expected = None if counts.ended is not None else counts.expected(now)
+            about = "" if expected is None else f" of about {max(elapsed, expected):.0f}"
             red = f", {counts.failed} red" if counts.failed else ""
             table.add_row(
                 Text(suite, style="bold"),
                 ProgressBar(total=counts.total or 1, completed=counts.done, width=24),
                 Text(f"{counts.done}/{counts.total or '?'}{red}", style="red" if red else ""),
-                Text(f"{elapsed:.0f} of about {expected:.0f} s"),
-                Text(running.partition("/")[2] or running, overflow="ellipsis", no_wrap=True),
+                Text(f"{elapsed:.0f}{about} s"),
+                Text(counts.doing(), overflow="ellipsis", no_wrap=True),
             )
         return table
 

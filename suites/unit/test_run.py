@@ -294,7 +294,7 @@ def test_plain_progress(tmp_path: Path) -> None:
     """One line a finished test with its count, a heartbeat that names the running one, how the process ended."""
     stream = io.StringIO()
     path = tmp_path / "j"
-    job = run.plan.Job("numerics", (), {}, 1, 1, 60.0, 10.0)
+    job = run.plan.Job("numerics", (), {}, 1, 1, 60.0, 2.0, 0.5)
     watcher = progress.Watcher(JournalTail(path), ((job,),))
     plain = progress.Plain(watcher, stream, heartbeat=0.0)
 
@@ -307,11 +307,14 @@ def test_plain_progress(tmp_path: Path) -> None:
     say("start", id="numerics/test_a::test_a")
     plain.update()
     assert re.fullmatch(r"\.\.\. \d+ s: numerics 0 of 2, in numerics/test_a::test_a for 0 s\n", stream.getvalue())
+    counts = watcher.counts["numerics"]
+    assert (counts.expected(time.monotonic()), counts.doing()) == (3.0, "test_a::test_a")
     say("phase", id="numerics/test_a::test_a", phase="call", outcome="failed", seconds=0.5, message="3 of 9 differ")
     say("phase", id="numerics/test_a::test_a", phase="teardown", outcome="passed", seconds=0.0)
     say("worker-crash", id="numerics/test_a::test_b", worker="gw0", signal="SIGSEGV", message="gone")
     say("process-end", attempt=1, rc=1, signal=None, killed_by=None, seconds=1.0)
     plain.close()
+    assert counts.doing() == "done"
     lines = stream.getvalue().splitlines()[1:4]
     assert lines == [
         "[1/2] failed     0.50 s  numerics/test_a::test_a: 3 of 9 differ",

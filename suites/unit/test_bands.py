@@ -73,6 +73,14 @@ def test_edges_of_a_band(wobble: float, ok: bool) -> None:
         assert "5.20e-05 against 5.00e-05 allowed" in comparison.first.message
 
 
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"], ids=["bands-loss", "bands-norm"])
+def test_each_series_has_its_bands(metric: str) -> None:
+    """A difference in one series alone is red and named: the gradient norm is judged like the loss."""
+    first = judge(curve(**{metric: getattr(curve(1e-3), metric)})).first
+    assert first is not None
+    assert (first.layer, first.metric) == ("windows", metric)
+
+
 def test_golden_losses_of_torchtitan() -> None:
     """pytorch/torchtitan#2156: 8.040756225585938 against 8.040755271911621 is 1.2e-7, below the floor of every band."""
     measured = curve(loss=with_value(dict(enumerate(series(), 1)), 1, 8.040756225585938))
@@ -202,6 +210,14 @@ def test_paired(first: int, last: int, factor: float, ok: bool) -> None:
     """FP8 may be 2e-3 from bf16 in the mean log ratio of each 20 steps, on either side; NaN is outside."""
     base = dict(curve().loss)
     assert bands.compare_paired(scaled(base, first, last, factor), curve()).ok is ok
+
+
+def test_paired_tail() -> None:
+    """The means of the last 20 steps may differ by 5e-3: 4e-3 holds there, 6e-3 does not."""
+    base = dict(curve().loss)
+    for factor, ok in ((1.004, True), (1.006, False)):
+        rows = bands.compare_paired(scaled(base, 81, 100, factor), curve()).rows
+        assert [row.ok for row in rows if row.window == "mean of the last 20"] == [ok]
 
 
 def test_paired_without_steps() -> None:

@@ -353,8 +353,8 @@ def test_disk_full_is_the_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("process", "session", "outcome"),
-    [(0, 0, "failed"), (1, 1, "passed"), (0, 1, "failed"), (3, 3, "passed")],
-    ids=["gate-rc0-with-failure", "gate-rc1-without", "gate-rc-changed-late", "gate-internal-error"],
+    [(0, 0, "failed"), (1, 1, "passed"), (0, 1, "failed"), (7, 0, "passed"), (3, 3, "passed")],
+    ids=["gate-rc0-with-failure", "gate-rc1-without", "gate-rc-hidden", "gate-rc-changed-late", "gate-internal-error"],
 )
 def test_exit_code_and_journal_disagree(process: int, session: int, outcome: str, tmp_path: Path) -> None:
     """Exit code 0 with a failure, 1 without one, an exit code changed at exit, an internal error: DISAGREE, exit 3."""

@@ -153,6 +153,14 @@ def test_read_back_finds_a_lie(tmp_path: Path) -> None:
             junit.check(path, judgement, "cpu")
 
 
+def test_write_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that went wrong (here: names no longer unique) is an error at once, not a report that nobody can read."""
+    monkeypatch.setattr(junit, "_unique", lambda name, used: "the same")
+    results = (Result(f"numerics/test_a::test_b[{i}]", "numerics", Verdict.PASS) for i in range(2))
+    with pytest.raises(UnreadableError, match="repeats a name"):
+        write(judged(*results), tmp_path)
+
+
 def test_killed_run_has_a_report(tmp_path: Path) -> None:
     """pytest-dev/pytest#7087: after a SIGKILL junit.xml holds the finished test, the running one and the rest."""
     built = Built(tmp_path / "evidence", ("numerics",))

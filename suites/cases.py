@@ -41,7 +41,7 @@ WIDE_SHAPES: dict[str, tuple[int, int]] = {
     "2x2048": (2, 2048),
     "2x5120": (2, 5120),
     "1x7168": (1, 7168),
-    "2x16385": (2, 16385),
+    "2x32769": (2, 32769),
 }
 
 # Prime rows, odd columns, more rows than an accelerator has multiprocessors. Slower than all others together in the

@@ -1,6 +1,7 @@
 """The pieces that all quantisation kernels share, and the bare cast that lets them be tested alone.
 
     load_bits    bf16 or float32 elements as float32 bits (int32)
+    float_bits   the same of elements that were loaded before
     scale_bits   amax -> scale -> bits, the twin of scaling.scale_from_amax
     inverse_bits scale -> inverse scale
     encode       float32 -> codes, the twin of formats.encode
@@ -62,12 +63,17 @@ def require_input(x: torch.Tensor, op: str) -> None:
 
 
 @jit
+def float_bits(elements):
+    """float32 bits (int32) of elements as loaded: int16 (bf16) or int32 (float32)."""
+    if elements.dtype == tl.int16:
+        elements = elements.to(tl.int32) << 16
+    return elements
+
+
+@jit
 def load_bits(pointers, mask):
     """float32 bits of the elements at int16 (bf16) or int32 (float32) pointers; masked lanes read +0.0."""
-    bits = tl.load(pointers, mask=mask, other=0)
-    if bits.dtype == tl.int16:
-        bits = bits.to(tl.int32) << 16
-    return bits
+    return float_bits(tl.load(pointers, mask=mask, other=0))
 
 
 @jit

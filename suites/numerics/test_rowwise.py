@@ -355,7 +355,7 @@ def test_every_arch_has_its_launch_rows() -> None:
     from fp8stack.kernels import launch
 
     for arch in ARCHS:
-        for k in (1, 513, 1025, 2049, 4097, 8193, 16385):
+        for k in (1, 513, 1025, 2049, 4097, 8193, 16385, 32769):
             row = launch.config(rowwise.ROWWISE_CONFIGS, arch, rowwise.size_class(k))
             assert row.block >= min(k, row.block) > 0
     with pytest.raises(LookupError, match="gfx9-4-generic"):

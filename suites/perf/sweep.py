@@ -24,8 +24,8 @@ from fp8stack.kernels import rowwise
 from suites.perf import kernels, timing
 
 MAX_THREADS = 1024
-MAX_ELEMENTS_A_THREAD = 128  # float32 values held at once; beyond it an sm_90 thread (255 registers) spills
-MIN_ELEMENTS_A_THREAD = 8  # below it a thread cannot issue one 16-byte load of bf16
+MAX_ELEMENTS_A_THREAD = 128  # held as loaded, two bf16 a register; beyond it an sm_90 thread (255 registers) spills
+MIN_ELEMENTS_A_CHUNK = 16  # of a thread: below it no thread can issue one 16-byte store of codes
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,14 @@ class Space:
 
 def _rowwise_configs(k: int, wave: int) -> Iterator[rowwise.RowwiseConfig]:
     whole = 1 << (k - 1).bit_length()
-    for block in (whole, *(b for b in (2048, 4096) if b < whole)):
-        for rows in (1, 2, 4, 8, 16) if block == whole else (1,):
+    for block in (512 << n for n in range(6)):
+        chunks = -(-k // block)
+        for rows in (1, 2, 4, 8, 16):
             for warps in (1, 2, 4, 8, 16):
                 threads = warps * wave
-                a_thread = rows * block / threads
-                if threads <= MAX_THREADS and MIN_ELEMENTS_A_THREAD <= a_thread <= MAX_ELEMENTS_A_THREAD:
+                a_chunk = rows * block / threads
+                fits = threads <= MAX_THREADS and a_chunk >= MIN_ELEMENTS_A_CHUNK
+                if block <= whole and fits and a_chunk * chunks <= MAX_ELEMENTS_A_THREAD:
                     yield rowwise.RowwiseConfig(rows, block, warps, "")
 
 

@@ -1,0 +1,76 @@
+"""Two-dimensional tiles that leave transposed: read along one dimension, written along the other, 16 bytes wide on both.
+
+A thread reads 16 neighbouring bytes of a row. If it is to write 16 neighbouring codes of a column too, it needs 16
+neighbouring rows. So a tile of ROWS rows is read as PARTS (16, 8, 4 ... or 1) smaller tiles, of which part p holds rows
+p, PARTS + p, 2 * PARTS + p ...: all parts are spread over the threads alike, so a thread has the same columns of PARTS
+neighbouring rows. `turned` joins them, the parts innermost, and only then are they encoded: the conversion packs
+neighbours of a column into one word, and the exchange between threads that makes the stores contiguous moves PARTS bytes
+at a time. (Joined after the cast instead, or transposed as a plain tile, each byte is picked out of a word by itself.)
+
+Not here: what the tiles are reduced over, and scales.
+"""
+
+from fp8stack._triton import jit, tl
+from fp8stack.kernels import cast
+
+
+@jit
+def load_parts(
+    x,
+    first_row,
+    columns,
+    M,
+    K,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    EVICTION: tl.constexpr = "",
+):
+    """The PARTS tiles (ROWS / PARTS, columns) of rows from first_row on, as loaded; rows from M on, columns from K on: 0.
+
+    columns: int64 or int32 vector. 64 bits: rows * stride can pass 2^31.
+    """
+    rows = first_row + tl.arange(0, ROWS // PARTS).to(tl.int64) * PARTS
+    x_rows = x + rows[:, None] * row_stride
+    if UNIT_STRIDE:
+        x_rows += columns[None, :]
+    else:
+        x_rows += columns[None, :].to(tl.int64) * column_stride
+    in_columns = (columns < K)[None, :]
+    parts = ()
+    for part in tl.static_range(PARTS):
+        mask = (rows + part < M)[:, None] & in_columns
+        element = tl.load(x_rows + part * row_stride, mask=mask, other=0, eviction_policy=EVICTION)
+        parts = parts + (element,)  # noqa: RUF005 - Triton compiles no starred expression
+    return parts
+
+
+@jit
+def largest_of(parts, COUNT: tl.constexpr):
+    """Element-wise largest absolute float32 bits (int32) of COUNT tiles of one shape, as loaded."""
+    largest = cast.float_bits(parts[0]) & 0x7FFFFFFF
+    for part in tl.static_range(1, COUNT):
+        largest = tl.maximum(largest, cast.float_bits(parts[part]) & 0x7FFFFFFF)
+    return largest
+
+
+@jit
+def _joined(parts, COUNT: tl.constexpr):
+    """COUNT tiles (R, C) as one (R, C, 2, 2 ...), the part's number in binary along the new dimensions."""
+    if COUNT == 1:
+        return parts[0]
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        pairs = ()
+        for part in tl.static_range(HALF):
+            pairs = pairs + (tl.join(parts[part], parts[part + HALF]),)  # noqa: RUF005 - as above
+        return _joined(pairs, HALF)
+
+
+@jit
+def turned(parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """PARTS tiles (ROWS / PARTS, COLUMNS) as one (COLUMNS, ROWS) tile: the transposed tile, rows in their order."""
+    tile = tl.reshape(_joined(parts, PARTS), (ROWS // PARTS, COLUMNS, PARTS))
+    return tl.reshape(tl.trans(tile, (1, 0, 2)), (COLUMNS, ROWS))

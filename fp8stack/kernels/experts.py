@@ -15,12 +15,12 @@ as in a contiguous tensor (the other two); anything else is copied first. Codes 
 quantize_experts is quantize_rowwise over E * N rows, the same kernel.
 
 quantize_experts_transposed: a program takes one expert and a block of columns, over all N rows, so no other program
-works on its scales: no atomics, no second launch. The rows are taken in chunks. The last `held` chunks stay in registers
-as loaded; the chunks before them are read twice, the second time backwards, so that what was read last, and is most
-likely still cached, is read first. How codes leave transposed is tile.py's matter.
+works on its scales: no atomics, no second launch. The rows are taken in chunks. The last `held` chunks stay in
+registers as loaded; the chunks before them are read twice, the second time backwards, so that what was read last, and
+is most likely still cached, is read first. How codes leave transposed is tile.py's matter.
 
 quantize_experts_both: programs start in the order of their number, so the programs that quantise an expert's rows stand
-right before those that quantise its columns, which then find it in the cache, as long as an expert is smaller than that.
+right before those that quantise its columns, which then find it in the cache, if an expert is smaller than that.
 
 Not here: activations, whose groups are ranges of rows (colwise.py).
 """
@@ -206,7 +206,7 @@ def _store_turned(
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
 ):
-    """Scale, turn, encode and store one chunk, given as loaded. q_columns: pointers (COLUMNS, 1) to the columns' codes."""
+    """Scale, turn, encode and store one chunk, given as loaded. q_columns: pointers (COLUMNS, 1) to code columns."""
     scaled = ()
     for part in tl.static_range(PARTS):
         y = cast.float_bits(parts[part]).to(tl.float32, bitcast=True) * factor
@@ -262,7 +262,7 @@ def _quantize_columns(
         largest = tl.maximum(largest, tile.largest_of(parts, PARTS))
     held = ()
     for chunk in tl.static_range(AGAIN, CHUNKS):
-        held = held + tile.load_parts(  # noqa: RUF005 - Triton compiles no starred expression
+        held = held + tile.load_parts(
             w_expert, chunk * ROWS, columns, N, K, row_stride, column_stride, ROWS, PARTS, UNIT_STRIDE, DROP
         )
     if HELD:
@@ -273,7 +273,7 @@ def _quantize_columns(
     for chunk in tl.static_range(HELD):
         parts = ()
         for part in tl.static_range(PARTS):
-            parts = parts + (held[chunk * PARTS + part],)  # noqa: RUF005 - as above
+            parts = parts + (held[chunk * PARTS + part],)  # noqa: RUF005 - Triton compiles no starred expression
         _store_turned(
             q_columns,
             parts,

@@ -1,11 +1,11 @@
-"""Two-dimensional tiles that leave transposed: read along one dimension, written along the other, 16 bytes wide on both.
+"""Tiles that leave transposed: read along one dimension and written along the other, 16 bytes wide on both sides.
 
 A thread reads 16 neighbouring bytes of a row. If it is to write 16 neighbouring codes of a column too, it needs 16
 neighbouring rows. So a tile of ROWS rows is read as PARTS (16, 8, 4 ... or 1) smaller tiles, of which part p holds rows
 p, PARTS + p, 2 * PARTS + p ...: all parts are spread over the threads alike, so a thread has the same columns of PARTS
 neighbouring rows. `turned` joins them, the parts innermost, and only then are they encoded: the conversion packs
-neighbours of a column into one word, and the exchange between threads that makes the stores contiguous moves PARTS bytes
-at a time. (Joined after the cast instead, or transposed as a plain tile, each byte is picked out of a word by itself.)
+neighbours of a column into one word, and the exchange between threads that makes stores contiguous moves PARTS bytes at
+a time. (Joined after the cast instead, or transposed as a plain tile, each byte is picked out of a word by itself.)
 
 Not here: what the tiles are reduced over, and scales.
 """
@@ -28,9 +28,9 @@ def load_parts(
     UNIT_STRIDE: tl.constexpr,
     EVICTION: tl.constexpr = "",
 ):
-    """The PARTS tiles (ROWS / PARTS, columns) of rows from first_row on, as loaded; rows from M on, columns from K on: 0.
+    """The PARTS tiles (ROWS / PARTS, columns) of rows from first_row on, as loaded; 0 from row M and column K on.
 
-    columns: int64 or int32 vector. 64 bits: rows * stride can pass 2^31.
+    64 bits: rows * stride can pass 2^31.
     """
     rows = first_row + tl.arange(0, ROWS // PARTS).to(tl.int64) * PARTS
     x_rows = x + rows[:, None] * row_stride

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,87 +27,170 @@ from pathlib import Path
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import launch, rowwise
+from fp8stack.kernels import experts, launch, rowwise
 from suites.perf import timing
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20_250
 
+Inputs = tuple[torch.Tensor, ...]
+Peer = Callable[[Inputs, str], object]
+
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: `op` on an (m, k) input of `dtype`."""
+    """One row of the table: `op` on an input of this shape (sizes named by OPS[op].axes) and `dtype`."""
 
     op: str
-    m: int
-    k: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     bar: float | None
     goal: float | None
 
     def case(self, fmt: str) -> str:
-        return (
-            f"{self.op}-{fmt}-{str(self.dtype).removeprefix('torch.').replace('bfloat16', 'bf16')}-m{self.m}-k{self.k}"
-        )
-
-
-# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.
-ROWS = (
-    Row("rowwise", 16640, 2048, torch.bfloat16, 0.75, 0.85),
-    Row("rowwise", 16640, 5120, torch.bfloat16, 0.88, 0.95),
-    Row("rowwise", 32768, 7168, torch.bfloat16, 0.88, 0.95),
-    Row("rowwise", 16640, 5120, torch.float32, None, None),
-)
-
-
-def _rowwise_bytes(row: Row) -> int:
-    return row.m * row.k * (row.dtype.itemsize + 1) + 4 * row.m
-
-
-def _rowwise_call(x: torch.Tensor, fmt: str) -> Callable[[], object]:
-    return lambda: rowwise.quantize_rowwise(x, fmt)
-
-
-def _rowwise_chain(x: torch.Tensor, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chain of plain operators that the kernel replaces, as upstream writes it (power-of-two scales)."""
-    amax = x.abs().amax(dim=1, keepdim=True).to(torch.float64)
-    scale = torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
-    q = (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
-    return q, scale.reciprocal()
+        dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
+        sizes = (f"{axis}{size}" for axis, size in zip(OPS[self.op].axes, self.shape, strict=True))
+        return "-".join((self.op, fmt, dtype, *sizes))
 
 
 @dataclass(frozen=True)
 class Op:
-    """How an op is timed: bytes a call must move, our call, and the plain chain that it replaces."""
+    """How an op is timed.
 
+    axes: a letter a size of the shape. tests: suites/numerics/test_<tests>.py has its cases. bytes_moved: what a call
+    must move. call: our op on its inputs. chain: the plain operators that it replaces. inputs: what one call takes.
+    """
+
+    axes: str
+    tests: str
     bytes_moved: Callable[[Row], int]
-    call: Callable[[torch.Tensor, str], Callable[[], object]]
-    chain: Callable[[torch.Tensor, formats.Format], object]
+    call: Callable[[Inputs, str], object]
+    chain: Callable[[Inputs, formats.Format], object]
+    inputs: Callable[[Row, torch.Generator], Inputs]
 
 
-OPS: dict[str, Op] = {"rowwise": Op(_rowwise_bytes, _rowwise_call, _rowwise_chain)}
+def normal(row: Row, generator: torch.Generator) -> Inputs:
+    """One tensor of the row's shape: normal, mean 0, standard deviation 1."""
+    x = torch.randn(row.shape, device=generator.device, dtype=torch.float32, generator=generator)
+    return (x.to(row.dtype),)
 
 
-def _torchao_rowwise() -> Callable[[torch.Tensor, str], Callable[[], object]] | None:
-    """torchao's 2-D rowwise kernel, where torchao is installed and still has it under this name."""
+def _elements(row: Row) -> int:
+    return math.prod(row.shape)
+
+
+def _scale(x: torch.Tensor, fmt: formats.Format, dim: int) -> torch.Tensor:
+    """Power-of-two scales as upstream writes them, through log2 and exp2."""
+    amax = x.abs().amax(dim=dim, keepdim=True).to(torch.float64)
+    return torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
+
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, fmt: formats.Format) -> torch.Tensor:
+    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+def _rowwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    scale = _scale(inputs[0], fmt, -1)
+    return _cast(inputs[0], scale, fmt), scale.reciprocal()
+
+
+def _transposed_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    scale = _scale(inputs[0], fmt, -2)
+    return _cast(inputs[0], scale, fmt).transpose(-2, -1).contiguous(), scale.reciprocal()
+
+
+def _both_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    return _rowwise_chain(inputs, fmt), _transposed_chain(inputs, fmt)
+
+
+OPS: dict[str, Op] = {
+    "rowwise": Op(
+        axes="mk",
+        tests="rowwise",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * row.shape[0],
+        call=lambda inputs, fmt: rowwise.quantize_rowwise(*inputs, fmt),
+        chain=_rowwise_chain,
+        inputs=normal,
+    ),
+    "experts": Op(
+        axes="enk",
+        tests="experts",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * row.shape[0] * row.shape[1],
+        call=lambda inputs, fmt: experts.quantize_experts(*inputs, fmt),
+        chain=_rowwise_chain,
+        inputs=normal,
+    ),
+    "experts_transposed": Op(
+        axes="enk",
+        tests="experts",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * row.shape[0] * row.shape[2],
+        call=lambda inputs, fmt: experts.quantize_experts_transposed(*inputs, fmt),
+        chain=_transposed_chain,
+        inputs=normal,
+    ),
+    "experts_both": Op(
+        axes="enk",
+        tests="experts",
+        bytes_moved=lambda row: (
+            _elements(row) * (row.dtype.itemsize + 2) + 4 * row.shape[0] * (row.shape[1] + row.shape[2])
+        ),
+        call=lambda inputs, fmt: experts.quantize_experts_both(*inputs, fmt),
+        chain=_both_chain,
+        inputs=normal,
+    ),
+}
+
+# Expert weights (E, N, K): DeepSeek 16B; Llama 4; DeepSeek 671B at expert parallel 8.
+_EXPERTS = ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048))
+
+# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.
+ROWS = (
+    Row("rowwise", (16640, 2048), torch.bfloat16, 0.75, 0.85),
+    Row("rowwise", (16640, 5120), torch.bfloat16, 0.88, 0.95),
+    Row("rowwise", (32768, 7168), torch.bfloat16, 0.88, 0.95),
+    Row("rowwise", (16640, 5120), torch.float32, None, None),
+    *(Row("experts", shape, torch.bfloat16, 0.92, 0.97) for shape in _EXPERTS),
+    *(Row("experts_transposed", shape, torch.bfloat16, 0.57, 0.75) for shape in _EXPERTS),
+    *(Row("experts_both", shape, torch.bfloat16, 0.58, 0.75) for shape in _EXPERTS),
+)
+
+
+def _torchao(name: str, module: str) -> Callable[..., object] | None:
+    """A torchao kernel, where torchao is installed and still has it under this name."""
     if importlib.util.find_spec("torchao") is None:
         return None
-    from torchao.prototype.moe_training.kernels import float8_rowwise as peer  # type: ignore[import-not-found]
+    try:
+        found = importlib.import_module(f"torchao.prototype.moe_training.kernels.{module}")
+    except ImportError:
+        return None
+    return getattr(found, name, None)
 
-    quantise = getattr(peer, "triton_fp8_rowwise_2d_scale_and_cast", None)
+
+def _torchao_rowwise() -> Peer | None:
+    """torchao's 2-D rowwise kernel."""
+    quantise = _torchao("triton_fp8_rowwise_2d_scale_and_cast", "float8_rowwise")
     if quantise is None:
         return None
-    return lambda x, fmt: lambda: quantise(x, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
+    return lambda inputs, fmt: quantise(*inputs, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
 
 
-PEERS: dict[str, Callable[[], Callable[[torch.Tensor, str], Callable[[], object]] | None]] = {
-    "rowwise": _torchao_rowwise
+def _torchao_transposed() -> Peer | None:
+    """torchao's 3-D kernel that transposes the codes of expert weights."""
+    quantise = _torchao("triton_fp8_rowwise_3d_transpose_rhs", "float8_rowwise")
+    if quantise is None:
+        return None
+    return lambda inputs, fmt: quantise(*inputs, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
+
+
+PEERS: dict[str, Callable[[], Peer | None]] = {
+    "rowwise": _torchao_rowwise,
+    "experts_transposed": _torchao_transposed,
 }
 
 
 def check_first(ops: Sequence[str]) -> int:
     """Run the numerics cases of `ops` through pytest on this GPU; pytest's exit code."""
-    rules = " or ".join(f"test_{op}" for op in ops)
+    rules = " or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "suites/numerics", "-k", rules]
     print("correct first:", " ".join(command[1:]), file=sys.stderr, flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -116,22 +201,19 @@ def time_row(row: Row, fmt: str, where: torch.device, rounds: int) -> dict[str, 
     op = OPS[row.op]
     moved = op.bytes_moved(row)
     generator = torch.Generator(device=where).manual_seed(SEED)
-    inputs = [
-        torch.randn(row.m, row.k, device=where, dtype=torch.float32, generator=generator).to(row.dtype)
-        for _ in range(timing.rotations(moved))
-    ]
+    inputs = [op.inputs(row, generator) for _ in range(timing.rotations(moved))]
     with launch.recording() as ran:
-        op.call(inputs[0], fmt)()
+        op.call(inputs[0], fmt)
     implementation = next(iter(ran.values()))
     copy = timing.copy_probe(where)
-    candidates = [copy, timing.Candidate("ours", [op.call(x, fmt) for x in inputs], moved)]
+    candidates = [copy, timing.Candidate("ours", [lambda x=x: op.call(x, fmt) for x in inputs], moved)]
     if formats.get(fmt).name == device.detect(where).target.e4m3:  # else Inductor has no cast to this format
         chain = torch.compile(op.chain, fullgraph=True)
         spec = formats.get(fmt)
         candidates.append(timing.Candidate("compiled chain", [lambda x=x: chain(x, spec) for x in inputs], moved))
-        peer = PEERS[row.op]() if row.dtype == torch.bfloat16 else None
+        peer = PEERS[row.op]() if row.op in PEERS and row.dtype == torch.bfloat16 else None
         if peer is not None:
-            candidates.append(timing.Candidate("torchao", [peer(x, fmt) for x in inputs], moved))
+            candidates.append(timing.Candidate("torchao", [lambda x=x: peer(x, fmt) for x in inputs], moved))
     timed = timing.measure(candidates, rounds)
     shares = {
         c.name: timing.share_of_copy(timed[c.name], c.bytes_moved, timed["copy"], copy.bytes_moved)
@@ -183,13 +265,13 @@ def provenance(where: torch.device, found: device.Detected) -> dict[str, object]
 
 def render(rows: Sequence[dict[str, object]]) -> str:
     """The table for people: microseconds, GB/s, share of the copy beside bar and goal, speed-up over the others."""
-    lines = [f"{'case':42} {'ran':9} {'us':>8} {'GB/s':>6} {'of copy':>7} {'bar':>5} {'goal':>5}  against"]
+    lines = [f"{'case':54} {'ran':9} {'us':>8} {'GB/s':>6} {'of copy':>7} {'bar':>5} {'goal':>5}  against"]
     for row in rows:
         us, share = row["median_us"], row["share_of_copy"]
         against = ", ".join(f"{us[n] / us['ours']:.2f}x {n}" for n in us if n not in ("copy", "ours"))
         bar, goal = ("-" if row[n] is None else f"{row[n]:.2f}" for n in ("bar", "goal"))
         lines.append(
-            f"{row['case']:42} {row['implementation']:9} {us['ours']:8.1f} {row['bytes'] / us['ours'] / 1e3:6.0f} "
+            f"{row['case']:54} {row['implementation']:9} {us['ours']:8.1f} {row['bytes'] / us['ours'] / 1e3:6.0f} "
             f"{share['ours']:7.3f} {bar:>5} {goal:>5}  {against or '-'}"
         )
     return "\n".join(lines)

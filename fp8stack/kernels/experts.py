@@ -207,11 +207,7 @@ def _store_turned(
     NATIVE_NAN: tl.constexpr,
 ):
     """Scale, turn, encode and store one chunk, given as loaded. q_columns: pointers (COLUMNS, 1) to code columns."""
-    scaled = ()
-    for part in tl.static_range(PARTS):
-        y = cast.float_bits(parts[part]).to(tl.float32, bitcast=True) * factor
-        scaled = scaled + (y,)  # noqa: RUF005 - Triton compiles no starred expression
-    y = tile.turned(scaled, ROWS, COLUMNS, PARTS)
+    y = tile.turned(tile.scaled(parts, factor, PARTS), ROWS, COLUMNS, PARTS)
     codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
     at = first_row + tl.arange(0, ROWS)
     tl.store(q_columns + at[None, :], codes, mask=in_columns[:, None] & (at < N)[None, :])

@@ -15,6 +15,19 @@ from fp8stack.kernels import cast
 
 
 @jit
+def load_tile(
+    x, rows, columns, M, K, row_stride, column_stride, UNIT_STRIDE: tl.constexpr, EVICTION: tl.constexpr = ""
+):
+    """Elements (rows, columns) as loaded; 0 from row M and column K on. rows: int64, as rows * stride can pass 2^31."""
+    if UNIT_STRIDE:
+        pointers = x + rows[:, None] * row_stride + columns[None, :]
+    else:
+        pointers = x + rows[:, None] * row_stride + columns[None, :].to(tl.int64) * column_stride
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    return tl.load(pointers, mask=mask, other=0, eviction_policy=EVICTION)
+
+
+@jit
 def load_parts(
     x,
     first_row,
@@ -33,18 +46,24 @@ def load_parts(
     64 bits: rows * stride can pass 2^31.
     """
     rows = first_row + tl.arange(0, ROWS // PARTS).to(tl.int64) * PARTS
-    x_rows = x + rows[:, None] * row_stride
-    if UNIT_STRIDE:
-        x_rows += columns[None, :]
-    else:
-        x_rows += columns[None, :].to(tl.int64) * column_stride
-    in_columns = (columns < K)[None, :]
     parts = ()
     for part in tl.static_range(PARTS):
-        mask = (rows + part < M)[:, None] & in_columns
-        element = tl.load(x_rows + part * row_stride, mask=mask, other=0, eviction_policy=EVICTION)
-        parts = parts + (element,)  # noqa: RUF005 - Triton compiles no starred expression
+        # The part's rows as a step from the first part's: one product a row, not one a row and part.
+        elements = load_tile(
+            x + part * row_stride, rows, columns, M - part, K, row_stride, column_stride, UNIT_STRIDE, EVICTION
+        )
+        parts = parts + (elements,)  # noqa: RUF005 - Triton compiles no starred expression
     return parts
+
+
+@jit
+def scaled(parts, factor, COUNT: tl.constexpr):
+    """COUNT tiles, as loaded, in float32 and times a factor."""
+    products = ()
+    for part in tl.static_range(COUNT):
+        y = cast.float_bits(parts[part]).to(tl.float32, bitcast=True) * factor
+        products = products + (y,)  # noqa: RUF005 - Triton compiles no starred expression
+    return products
 
 
 @jit

@@ -372,8 +372,11 @@ def _cast_rows(
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     m, k, *strides = _line(x)
     rows, block, column_blocks, blocks = _tiles(m, k, row.rows * row.columns)
-    # Of an empty tensor the inverse scale is still wanted: at least one program.
-    _cast_rows_kernel[(max(blocks, 1),)](
+    column_blocks, blocks = (
+        max(column_blocks, 1),
+        max(blocks, 1),
+    )  # of an empty tensor the inverse scale is still wanted
+    _cast_rows_kernel[(blocks,)](
         x=x,
         q=q,
         M=m,
@@ -381,7 +384,7 @@ def _cast_rows(
         row_stride=strides[0],
         column_stride=strides[1],
         blocks=blocks,
-        column_blocks=max(column_blocks, 1),
+        column_blocks=column_blocks,
         ROWS=rows,
         BLOCK=block,
         **shared,
@@ -395,9 +398,9 @@ def _cast_turned(
     m, k = x.shape
     q_turned = torch.empty((k, m), dtype=torch.uint8, device=x.device)
     q = torch.empty((m, k), dtype=torch.uint8, device=x.device) if layout == "both" else None
-    column_blocks = -(-k // row.columns)
-    blocks = -(-m // row.rows) * column_blocks
-    _cast_turned_kernel[(max(blocks, 1),)](
+    column_blocks = max(-(-k // row.columns), 1)
+    blocks = max(-(-m // row.rows) * column_blocks, 1)
+    _cast_turned_kernel[(blocks,)](
         x=x,
         q=q_turned if q is None else q,
         q_turned=q_turned,
@@ -406,7 +409,7 @@ def _cast_turned(
         row_stride=x.stride(0),
         column_stride=x.stride(1),
         blocks=blocks,
-        column_blocks=max(column_blocks, 1),
+        column_blocks=column_blocks,
         ROWS=row.rows,
         COLUMNS=row.columns,
         PARTS=row.parts,

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import experts, launch, rowwise
+from fp8stack.kernels import experts, launch, rowwise, tensorwise
 from suites.perf import timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,47 @@ def _both_chain(inputs: Inputs, fmt: formats.Format) -> object:
     return _rowwise_chain(inputs, fmt), _transposed_chain(inputs, fmt)
 
 
+def _tensorwise_chain(inputs: Inputs, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = fmt.max / inputs[0].abs().amax().to(torch.float64).clamp(min=1e-12)
+    return _cast(inputs[0], scale.float(), fmt), scale.float().reciprocal()
+
+
+def _tensorwise_column_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    codes, inverse_scale = _tensorwise_chain(inputs, fmt)
+    return codes.t().contiguous(), inverse_scale
+
+
+def _tensorwise_both_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    codes, inverse_scale = _tensorwise_chain(inputs, fmt)
+    return codes, codes.t().contiguous(), inverse_scale
+
+
 OPS: dict[str, Op] = {
+    # The maximum and the cast each read the tensor once.
+    "tensorwise": Op(
+        axes="mk",
+        tests="tensorwise",
+        bytes_moved=lambda row: _elements(row) * (2 * row.dtype.itemsize + 1),
+        call=lambda inputs, fmt: tensorwise.quantize_tensorwise(*inputs, fmt),
+        chain=_tensorwise_chain,
+        inputs=normal,
+    ),
+    "tensorwise_column": Op(
+        axes="mk",
+        tests="tensorwise",
+        bytes_moved=lambda row: _elements(row) * (2 * row.dtype.itemsize + 1),
+        call=lambda inputs, fmt: tensorwise.quantize_tensorwise(*inputs, fmt, column_major=True),
+        chain=_tensorwise_column_chain,
+        inputs=normal,
+    ),
+    "tensorwise_both": Op(
+        axes="mk",
+        tests="tensorwise",
+        bytes_moved=lambda row: _elements(row) * (2 * row.dtype.itemsize + 2),
+        call=lambda inputs, fmt: tensorwise.quantize_tensorwise_both(*inputs, fmt),
+        chain=_tensorwise_both_chain,
+        inputs=normal,
+    ),
     "rowwise": Op(
         axes="mk",
         tests="rowwise",
@@ -149,6 +189,13 @@ ROWS = (
     Row("rowwise", (16640, 5120), torch.bfloat16, 0.88, 0.95),
     Row("rowwise", (32768, 7168), torch.bfloat16, 0.88, 0.95),
     Row("rowwise", (16640, 5120), torch.float32, None, None),
+    # Llama 8B: a weight, its inputs.
+    *(
+        Row("tensorwise", shape, torch.bfloat16, 0.85, 0.92)
+        for shape in ((14336, 4096), (8192, 4096), (8192, 14336), (16640, 5120))
+    ),
+    Row("tensorwise_column", (14336, 4096), torch.bfloat16, None, None),
+    Row("tensorwise_both", (14336, 4096), torch.bfloat16, None, None),
     *(Row("experts", shape, torch.bfloat16, 0.92, 0.97) for shape in _EXPERTS),
     *(Row("experts_transposed", shape, torch.bfloat16, 0.57, 0.75) for shape in _EXPERTS),
     *(Row("experts_both", shape, torch.bfloat16, 0.58, 0.75) for shape in _EXPERTS),

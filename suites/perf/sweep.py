@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import experts, rowwise
+from fp8stack.kernels import experts, rowwise, tensorwise
 from suites.perf import kernels, timing
 
 MAX_THREADS = 1024
@@ -116,8 +116,69 @@ def _both_configs(shape: Shape, wave: int) -> Iterator[experts.BothConfig]:
                 )
 
 
+def _tensorwise_configs(shape: Shape, wave: int) -> Iterator[tensorwise.TensorwiseConfig]:
+    for amax_elements in (4096, 8192, 16384, 32768):
+        for amax_warps in (4, 8, 16):
+            if not MIN_ELEMENTS_A_CHUNK <= amax_elements / amax_warps / wave <= MAX_ELEMENTS_A_THREAD:
+                continue
+            for fused in (False, True):
+                for elements in (4096, 8192, 16384):
+                    for warps in (2, 4, 8):
+                        if not MIN_ELEMENTS_A_CHUNK <= elements / warps / wave <= MAX_ELEMENTS_A_THREAD // 2:
+                            continue
+                        for hints in (False, True):
+                            yield tensorwise.TensorwiseConfig(
+                                amax_elements, amax_warps, fused, 1, elements, 1, warps, 0, hints, ""
+                            )
+
+
+def _turned_configs(shape: Shape, wave: int) -> Iterator[tensorwise.TensorwiseConfig]:
+    for columns in (32, 64, 128):
+        for parts in (8, 16):
+            for warps in (2, 4, 8):
+                for programs in (0, 4, 6, 8):
+                    if programs and REGISTERS // programs // (warps * wave) < 64 + CODE_REGISTERS:
+                        continue
+                    for loads in (1, 2):  # 16-byte loads of a thread a part
+                        rows = loads * parts * warps * wave * LOADED // columns
+                        if loads * parts > 16 or rows > 1024:
+                            continue
+                        for hints in (False, True):
+                            yield tensorwise.TensorwiseConfig(
+                                16384, 8, False, rows, columns, parts, warps, programs, hints, ""
+                            )
+
+
+def _tensorwise_space(layout: str) -> Space:
+    def codes_and_scale(result: tuple[torch.Tensor | None, ...]) -> kernels.Inputs:
+        return tuple(tensor.t() if tensor.dim() and not tensor.is_contiguous() else tensor for tensor in result)
+
+    def launch(inputs: kernels.Inputs, fmt: formats.Format, config: Config, target: str) -> kernels.Inputs:
+        result = tensorwise.launch_tensorwise(*inputs, fmt, False, None, layout, config, target)
+        return codes_and_scale(tuple(tensor for tensor in result if tensor is not None))
+
+    def reference(inputs: kernels.Inputs, fmt: formats.Format) -> kernels.Inputs:
+        row_major, column_major, inverse = tensorwise.quantize_tensorwise_both_reference(*inputs, fmt)
+        return codes_and_scale(
+            {
+                "row": (row_major, inverse),
+                "column": (column_major, inverse),
+                "both": (row_major, column_major, inverse),
+            }[layout]
+        )
+
+    return Space(
+        _tensorwise_configs if layout == "row" else _turned_configs,
+        launch,
+        reference,
+        _few_rows,
+        lambda shape: layout,
+        ((14336, 4096), (8192, 4096), (8192, 14336), (16640, 5120)) if layout == "row" else ((14336, 4096),),
+    )
+
+
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:
-    return (inputs[0][:1000],)
+    return (inputs[0][:992],)
 
 
 def _two_experts(inputs: kernels.Inputs) -> kernels.Inputs:
@@ -125,6 +186,9 @@ def _two_experts(inputs: kernels.Inputs) -> kernels.Inputs:
 
 
 SPACES: dict[str, Space] = {
+    "tensorwise": _tensorwise_space("row"),
+    "tensorwise_column": _tensorwise_space("column"),
+    "tensorwise_both": _tensorwise_space("both"),
     "rowwise": Space(
         _rowwise_configs,
         lambda inputs, fmt, config, target: rowwise.launch_rowwise(*inputs, fmt, True, config, target),

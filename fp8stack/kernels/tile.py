@@ -76,6 +76,22 @@ def largest_of(parts, COUNT: tl.constexpr):
 
 
 @jit
+def unit_largest(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNIT_ROWS: tl.constexpr, UNIT_COLUMNS: tl.constexpr):
+    """Largest of each UNIT_ROWS x UNIT_COLUMNS block of an int32 tile: (ROWS / UNIT_ROWS, COLUMNS / UNIT_COLUMNS)."""
+    blocks = tl.reshape(bits, (ROWS // UNIT_ROWS, UNIT_ROWS, COLUMNS // UNIT_COLUMNS, UNIT_COLUMNS))
+    return tl.max(tl.max(blocks, axis=3), axis=1)
+
+
+@jit
+def spread(units, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNIT_ROWS: tl.constexpr, UNIT_COLUMNS: tl.constexpr):
+    """Each value of unit_largest's result at all elements of its block: (ROWS, COLUMNS)."""
+    blocks = tl.broadcast_to(
+        units[:, None, :, None], (ROWS // UNIT_ROWS, UNIT_ROWS, COLUMNS // UNIT_COLUMNS, UNIT_COLUMNS)
+    )
+    return tl.reshape(blocks, (ROWS, COLUMNS))
+
+
+@jit
 def _joined(parts, COUNT: tl.constexpr):
     """COUNT tiles (R, C) as one (R, C, 2, 2 ...), the part's number in binary along the new dimensions."""
     if COUNT == 1:

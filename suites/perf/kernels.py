@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import experts, launch, rowwise, tensorwise
+from fp8stack.kernels import colwise, experts, groups, launch, rowwise, tensorwise
 from suites.perf import timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,21 @@ def normal(row: Row, generator: torch.Generator) -> Inputs:
     return (x.to(row.dtype),)
 
 
+def grouped(row: Row, generator: torch.Generator) -> Inputs:
+    """A normal (m, n) tensor and offs of e groups: random ends, multiples of 16, of which the last is m."""
+    m, n, e = row.shape
+    x = torch.randn((m, n), device=generator.device, dtype=torch.float32, generator=generator)
+    ends = torch.randperm(m // 16 - 1, device=generator.device, generator=generator)[: e - 1] + 1
+    offs = torch.cat([ends.sort().values * 16, ends.new_full((1,), m)])
+    return x.to(row.dtype), offs.to(torch.int32)
+
+
+def _colwise_bytes(row: Row) -> int:
+    """Rows of gaps and tail are written too."""
+    m, n, e = row.shape
+    return m * n * row.dtype.itemsize + groups.padded_rows(m, e, groups.MULTIPLE) * n + 4 * e * n
+
+
 def _elements(row: Row) -> int:
     return math.prod(row.shape)
 
@@ -101,6 +116,16 @@ def _transposed_chain(inputs: Inputs, fmt: formats.Format) -> object:
 
 def _both_chain(inputs: Inputs, fmt: formats.Format) -> object:
     return _rowwise_chain(inputs, fmt), _transposed_chain(inputs, fmt)
+
+
+def _colwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    """Groups as a segmented maximum; without the padding that our output has."""
+    x, offs = inputs
+    group = torch.searchsorted(offs, torch.arange(x.shape[0], device=x.device, dtype=torch.int32), right=True)
+    amax = torch.zeros((offs.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+    amax = amax.scatter_reduce(0, group[:, None].expand_as(x), x.abs(), "amax").to(torch.float64)
+    scale = torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
+    return _cast(x, scale[group], fmt).t().contiguous().t(), scale.reciprocal()
 
 
 def _tensorwise_chain(inputs: Inputs, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,6 +177,14 @@ OPS: dict[str, Op] = {
         chain=_rowwise_chain,
         inputs=normal,
     ),
+    "colwise": Op(
+        axes="mne",
+        tests="colwise",
+        bytes_moved=_colwise_bytes,
+        call=lambda inputs, fmt: colwise.quantize_colwise_grouped(*inputs, fmt),
+        chain=_colwise_chain,
+        inputs=grouped,
+    ),
     "experts": Op(
         axes="enk",
         tests="experts",
@@ -183,6 +216,9 @@ OPS: dict[str, Op] = {
 # Expert weights (E, N, K): DeepSeek 16B; Llama 4; DeepSeek 671B at expert parallel 8.
 _EXPERTS = ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048))
 
+# Grouped rows (M, N, E), with the bar of the specification.
+_GROUPED = (((16640, 2048, 64), 0.45), ((16640, 5120, 64), 0.52), ((16640, 5120, 128), 0.44), ((32768, 7168, 32), 0.56))
+
 # Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.
 ROWS = (
     Row("rowwise", (16640, 2048), torch.bfloat16, 0.75, 0.85),
@@ -196,6 +232,7 @@ ROWS = (
     ),
     Row("tensorwise_column", (14336, 4096), torch.bfloat16, None, None),
     Row("tensorwise_both", (14336, 4096), torch.bfloat16, None, None),
+    *(Row("colwise", shape, torch.bfloat16, bar, 0.70) for shape, bar in _GROUPED),
     *(Row("experts", shape, torch.bfloat16, 0.92, 0.97) for shape in _EXPERTS),
     *(Row("experts_transposed", shape, torch.bfloat16, 0.57, 0.75) for shape in _EXPERTS),
     *(Row("experts_both", shape, torch.bfloat16, 0.58, 0.75) for shape in _EXPERTS),

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import experts, rowwise, tensorwise
+from fp8stack.kernels import colwise, experts, rowwise, tensorwise
 from suites.perf import kernels, timing
 
 MAX_THREADS = 1024
@@ -177,8 +177,29 @@ def _tensorwise_space(layout: str) -> Space:
     )
 
 
+def _colwise_configs(shape: Shape, wave: int) -> Iterator[colwise.ColwiseConfig]:
+    """A thread has one 16-byte load a part of each chunk; held chunks must leave registers for the code."""
+    for columns in (32, 64, 128):
+        for warps in (2, 4, 8, 16):
+            for parts in (8, 16):
+                threads = warps * wave
+                rows = parts * threads * LOADED // columns
+                if rows < 64 or rows > 2048:
+                    continue
+                registers = parts * LOADED // 2
+                for held in (0, 1, 2, 3):
+                    for programs in sorted({limit // threads for limit in (256, 384, 512, 768) if limit >= threads}):
+                        a_thread = min(REGISTERS // (programs * threads), 255)
+                        if registers * max(held, 1) + CODE_REGISTERS <= a_thread:
+                            yield colwise.ColwiseConfig(columns, rows, parts, held, warps, programs, "")
+
+
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:
     return (inputs[0][:992],)
+
+
+def _all(inputs: kernels.Inputs) -> kernels.Inputs:
+    return inputs
 
 
 def _two_experts(inputs: kernels.Inputs) -> kernels.Inputs:
@@ -205,6 +226,14 @@ SPACES: dict[str, Space] = {
             (8192, 14336),
             (4096, 28672),
         ),
+    ),
+    "colwise": Space(
+        _colwise_configs,
+        lambda inputs, fmt, config, target: colwise.launch_colwise_grouped(*inputs, fmt, True, 16, config, target),
+        lambda inputs, fmt: colwise.quantize_colwise_grouped_reference(*inputs, fmt),
+        _all,
+        lambda shape: colwise.size_class(shape[2]),
+        ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
     ),
     "experts_transposed": Space(
         _transposed_configs,

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import colwise, experts, groups, launch, rowwise, tensorwise
+from fp8stack.kernels import blockwise, colwise, experts, groups, launch, mxfp8, rowwise, tensorwise
 from suites.perf import timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,7 +143,62 @@ def _tensorwise_both_chain(inputs: Inputs, fmt: formats.Format) -> object:
     return codes, codes.t().contiguous(), inverse_scale
 
 
+def _blocks(row: Row, rows: int, columns: int) -> int:
+    return -(-row.shape[0] // rows) * -(-row.shape[1] // columns)
+
+
+def _block_amax(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """max |x| of each block, spread over x again; for sizes that blocks divide."""
+    m, k = x.shape
+    amax = x.abs().view(m // rows, rows, k // columns, columns).amax(dim=(1, 3))
+    return amax.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+def _blockwise(unit: str, column_major: bool) -> Op:
+    rows, columns = blockwise.UNITS[unit]
+
+    def chain(inputs: Inputs, fmt: formats.Format) -> object:
+        scale = (fmt.max / _block_amax(*inputs, rows, columns).to(torch.float64).clamp(min=1e-12)).float()
+        codes = _cast(*inputs, scale, fmt)
+        return (codes.t().contiguous() if column_major else codes), scale[::rows, ::columns].reciprocal()
+
+    return Op(
+        axes="mk",
+        tests="blockwise",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * _blocks(row, rows, columns),
+        call=lambda inputs, fmt: blockwise.quantize_blockwise(*inputs, fmt, unit, column_major),
+        chain=chain,
+        inputs=normal,
+    )
+
+
+def _mxfp8(dim: int) -> Op:
+    rows, columns = (1, mxfp8.BLOCK) if dim == 1 else (mxfp8.BLOCK, 1)
+
+    def chain(inputs: Inputs, fmt: formats.Format) -> object:
+        amax = _block_amax(*inputs, rows, columns).float()
+        exponent = torch.floor(torch.log2(amax.clamp(min=2.0**-126))) - math.floor(math.log2(fmt.max))
+        codes = _cast(*inputs, torch.exp2(-exponent), fmt)
+        byte = (exponent[::rows, ::columns] + 127).to(torch.uint8)
+        return (codes, byte) if dim == 1 else (codes.t().contiguous(), byte.t().contiguous())
+
+    return Op(
+        axes="mk",
+        tests="mxfp8",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + _blocks(row, rows, columns),
+        call=lambda inputs, fmt: mxfp8.quantize_mxfp8(*inputs, fmt, "floor", dim),
+        chain=chain,
+        inputs=normal,
+    )
+
+
 OPS: dict[str, Op] = {
+    "blockwise_1x128": _blockwise("1x128", False),
+    "blockwise_128x1": _blockwise("128x1", True),  # the right operand of a weight gradient
+    "blockwise_128x128": _blockwise("128x128", False),
+    "blockwise_128x128_turned": _blockwise("128x128", True),
+    "mxfp8_rows": _mxfp8(1),
+    "mxfp8_columns": _mxfp8(0),
     # The maximum and the cast each read the tensor once.
     "tensorwise": Op(
         axes="mk",
@@ -219,6 +274,8 @@ _EXPERTS = ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 716
 # Grouped rows (M, N, E), with the bar of the specification.
 _GROUPED = (((16640, 2048, 64), 0.45), ((16640, 5120, 64), 0.52), ((16640, 5120, 128), 0.44), ((32768, 7168, 32), 0.56))
 
+_ACTIVATIONS = ((16640, 2048), (16640, 5120), (32768, 7168))
+
 # Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.
 ROWS = (
     Row("rowwise", (16640, 2048), torch.bfloat16, 0.75, 0.85),
@@ -230,6 +287,12 @@ ROWS = (
         Row("tensorwise", shape, torch.bfloat16, 0.85, 0.92)
         for shape in ((14336, 4096), (8192, 4096), (8192, 14336), (16640, 5120))
     ),
+    *(Row("blockwise_1x128", shape, torch.bfloat16, 0.85, 0.93) for shape in _ACTIVATIONS),
+    *(Row("blockwise_128x1", shape, torch.bfloat16, 0.60, 0.80) for shape in _ACTIVATIONS),
+    *(Row("blockwise_128x128", shape, torch.bfloat16, 0.85, 0.93) for shape in ((14336, 4096), (18432, 7168))),
+    Row("blockwise_128x128_turned", (18432, 7168), torch.bfloat16, 0.60, 0.80),
+    *(Row("mxfp8_rows", shape, torch.bfloat16, 0.85, 0.93) for shape in _ACTIVATIONS),
+    *(Row("mxfp8_columns", shape, torch.bfloat16, 0.60, 0.80) for shape in _ACTIVATIONS),
     Row("tensorwise_column", (14336, 4096), torch.bfloat16, None, None),
     Row("tensorwise_both", (14336, 4096), torch.bfloat16, None, None),
     *(Row("colwise", shape, torch.bfloat16, bar, 0.70) for shape, bar in _GROUPED),

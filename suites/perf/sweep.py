@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import colwise, experts, rowwise, tensorwise
+from fp8stack.kernels import blockwise, colwise, experts, mxfp8, rowwise, tensorwise
 from suites.perf import kernels, timing
 
 MAX_THREADS = 1024
@@ -150,22 +150,15 @@ def _turned_configs(shape: Shape, wave: int) -> Iterator[tensorwise.TensorwiseCo
 
 
 def _tensorwise_space(layout: str) -> Space:
-    def codes_and_scale(result: tuple[torch.Tensor | None, ...]) -> kernels.Inputs:
-        return tuple(tensor.t() if tensor.dim() and not tensor.is_contiguous() else tensor for tensor in result)
+    wanted = {"row": (0, 2), "column": (1, 2), "both": (0, 1, 2)}[layout]
 
     def launch(inputs: kernels.Inputs, fmt: formats.Format, config: Config, target: str) -> kernels.Inputs:
         result = tensorwise.launch_tensorwise(*inputs, fmt, False, None, layout, config, target)
-        return codes_and_scale(tuple(tensor for tensor in result if tensor is not None))
+        return tuple(tensor for tensor in result if tensor is not None)
 
     def reference(inputs: kernels.Inputs, fmt: formats.Format) -> kernels.Inputs:
-        row_major, column_major, inverse = tensorwise.quantize_tensorwise_both_reference(*inputs, fmt)
-        return codes_and_scale(
-            {
-                "row": (row_major, inverse),
-                "column": (column_major, inverse),
-                "both": (row_major, column_major, inverse),
-            }[layout]
-        )
+        result = tensorwise.quantize_tensorwise_both_reference(*inputs, fmt)
+        return tuple(result[place] for place in wanted)
 
     return Space(
         _tensorwise_configs if layout == "row" else _turned_configs,
@@ -194,6 +187,58 @@ def _colwise_configs(shape: Shape, wave: int) -> Iterator[colwise.ColwiseConfig]
                             yield colwise.ColwiseConfig(columns, rows, parts, held, warps, programs, "")
 
 
+def _block_configs(
+    make: Callable[..., Config], rows: int, columns: int, turned: bool
+) -> Callable[..., Iterator[Config]]:
+    """Tiles of whole blocks of rows x columns, whatever the shape."""
+
+    def configs(shape: Shape, wave: int) -> Iterator[Config]:
+        for tile_rows in (1 << n for n in range(9)):
+            for tile_columns in (1 << n for n in range(5, 12)):
+                if tile_rows % rows or tile_columns % columns or (turned and tile_rows < 64):
+                    continue
+                for parts in (4, 8, 16) if turned else (1,):
+                    for warps in (1, 2, 4, 8, 16):
+                        threads = warps * wave
+                        a_thread = tile_rows * tile_columns / threads
+                        loads = a_thread / LOADED / parts  # of a thread a part
+                        if a_thread > MAX_ELEMENTS_A_THREAD or a_thread < MIN_ELEMENTS_A_CHUNK or loads < 1:
+                            continue
+                        for programs in (0, 4, 6, 8):
+                            a_register = REGISTERS // max(programs, 1) // threads
+                            if programs and (a_register < a_thread + CODE_REGISTERS / 2 or a_register > 200):
+                                continue
+                            yield make(tile_rows, tile_columns, parts, warps, programs, "")
+
+    return configs
+
+
+def _blockwise_space(unit: str, column_major: bool, shapes: tuple[Shape, ...]) -> Space:
+    return Space(
+        _block_configs(blockwise.BlockwiseConfig, *blockwise.UNITS[unit], column_major),
+        lambda inputs, fmt, config, target: blockwise.launch_blockwise(
+            *inputs, fmt, unit, column_major, False, config, target
+        ),
+        lambda inputs, fmt: blockwise.quantize_blockwise_reference(*inputs, fmt, unit, column_major),
+        _few_rows,
+        lambda shape: blockwise.size_class(blockwise.UNITS[unit], column_major),
+        shapes,
+    )
+
+
+def _mxfp8_space(dim: int) -> Space:
+    # A tile holds four blocks along the scales, which are stored as words.
+    unit = (1, 4 * mxfp8.BLOCK) if dim == 1 else (4 * mxfp8.BLOCK, 1)
+    return Space(
+        _block_configs(mxfp8.Mxfp8Config, *unit, dim == 0),
+        lambda inputs, fmt, config, target: mxfp8.launch_mxfp8(*inputs, fmt, "floor", dim, config, target),
+        lambda inputs, fmt: mxfp8.quantize_mxfp8_reference(*inputs, fmt, "floor", dim),
+        _few_rows,
+        lambda shape: mxfp8.DIRECTIONS[dim],
+        _ACTIVATIONS,
+    )
+
+
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:
     return (inputs[0][:992],)
 
@@ -206,7 +251,15 @@ def _two_experts(inputs: kernels.Inputs) -> kernels.Inputs:
     return (inputs[0][:2],)
 
 
+_ACTIVATIONS = ((16640, 2048), (16640, 5120), (32768, 7168))
+
 SPACES: dict[str, Space] = {
+    "blockwise_1x128": _blockwise_space("1x128", False, _ACTIVATIONS),
+    "blockwise_128x1": _blockwise_space("128x1", True, _ACTIVATIONS),
+    "blockwise_128x128": _blockwise_space("128x128", False, ((14336, 4096), (18432, 7168))),
+    "blockwise_128x128_turned": _blockwise_space("128x128", True, ((14336, 4096), (18432, 7168))),
+    "mxfp8_rows": _mxfp8_space(1),
+    "mxfp8_columns": _mxfp8_space(0),
     "tensorwise": _tensorwise_space("row"),
     "tensorwise_column": _tensorwise_space("column"),
     "tensorwise_both": _tensorwise_space("both"),

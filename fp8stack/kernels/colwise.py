@@ -22,8 +22,9 @@ codes of each of these columns, in the same thread: it packs them into words as 
 So both sides are 16 bytes wide, nothing is exchanged between threads, and no byte is ever picked out of a word. (Which
 of the other dimensions the lanes take first depends on Triton's version: LANES_LAST.)
 
-Codes of rows past a group's end are zero because their input is: 0 * scale. Only a NaN scale makes NaN of it, so groups
-with a non-finite column have their gap written again. Masks in every tile would cost as much as a pass over them.
+Nothing is NaN until the cast, and codes of rows past a group's end are zero because their input is, unless a scale is
+NaN. So columns are first written as if none were, and a program that has a non-finite one writes its codes once more.
+Masks in every tile, and NaN codes put into words of codes, would cost as much as the rest of the cast.
 
 Not here: rows with groups along K (rowwise_grouped.py).
 """
@@ -168,10 +169,10 @@ def load_parts(
         pointers += columns
     else:
         pointers += columns.to(tl.int64) * column_stride
+    left = tl.where(columns < N, size - at - blocks, 0)
     parts = ()
     for part in tl.static_range(PARTS):
-        mask = (blocks < size - at - part) & (columns < N)
-        element = tl.load(pointers + tl.cast(part, tl.int64) * row_stride, mask=mask, other=0)
+        element = tl.load(pointers + tl.cast(part, tl.int64) * row_stride, mask=left > part, other=0)
         parts = parts + (element,)  # noqa: RUF005 - Triton compiles no starred expression
     return parts
 
@@ -227,7 +228,7 @@ def store_parts(
 ):
     """Codes of the parts of a chunk to q_group, which is at the group's first padded row. scale: a tile of one row.
 
-    POISONED: a scale is NaN, so rows past size have to be set to zero instead of being so.
+    POISONED: a scale is NaN: NaN codes are put in, and rows past size have to be set to zero instead of being so.
     """
     blocks = row_tile(ROWS, PARTS, LANES_LAST)
     scaled = ()
@@ -238,7 +239,7 @@ def store_parts(
         scaled = scaled + (y,)  # noqa: RUF005 - as above
     shape: tl.constexpr = [scaled[0].shape[0], scaled[0].shape[1], scaled[0].shape[2], PARTS]
     y = tl.reshape(_joined(scaled, PARTS), shape)
-    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, POISONED)
     pointers = q_group + at + columns.to(tl.int64) * m_pad + blocks
     mask = (blocks < padded_size - at) & (columns < N)
     tl.store(pointers[:, :, :, None] + tl.arange(0, PARTS)[None, None, None, :], codes, mask=mask[:, :, :, None])
@@ -341,12 +342,13 @@ def _quantize_columns(
             q_group, again, scale, at, size, padded_size, columns, N, m_pad, ROWS, PARTS, False, LANES_LAST,
             MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
-    if (tl.max(tl.max(amax, axis=1), axis=0) >= 0x7F800000) & (size < padded_size):
-        # 0 * NaN: the gap holds NaN codes now. It is written again, in words; the barrier keeps the two stores in order.
+    if (tl.max(tl.max(amax, axis=1), axis=0) >= 0x7F800000) & (size > 0):
+        # Once more: NaN codes where the cast gives others, and zero codes in the gap, which holds 0 * NaN. Few rows a
+        # thread, to need no more registers than above; the barrier keeps the two stores of a byte in order.
         tl.debug_barrier()
         FEW: tl.constexpr = min(PARTS, 4)
         FEW_ROWS: tl.constexpr = ROWS // PARTS * FEW
-        for at in range(size // FEW * FEW, padded_size, FEW_ROWS):
+        for at in range(0, padded_size, FEW_ROWS):
             gap = load_parts(
                 x_group, at, size, columns, N, row_stride, column_stride, FEW_ROWS, FEW, UNIT_STRIDE, LANES_LAST
             )
@@ -426,6 +428,12 @@ def constexprs(
     }
 
 
+def options(fmt: formats.Format, row: ColwiseConfig, target: str) -> dict[str, int]:
+    """Launch options; `programs` is for the native cast: the integer encoder needs more registers than it leaves."""
+    native = cast.constants(fmt, target)["NATIVE"] is not None
+    return launch.options(row.num_warps, row.programs if native else 0, target)
+
+
 def launch_colwise_grouped(
     x: torch.Tensor,
     offs: torch.Tensor,
@@ -455,7 +463,7 @@ def launch_colwise_grouped(
             x.stride(0),
             x.stride(1),
             **constexprs(x.dtype, e, fmt, pow2, alignment, row, x.stride(1) == 1, target),
-            **launch.options(row.num_warps, row.programs, target),
+            **options(fmt, row, target),
             **LAUNCH_OPTIONS,
         )
     return q.view(fmt.dtype).t(), inverse_scale, padded_offs
@@ -536,7 +544,7 @@ def compile_specs(arch: str) -> list[CompileSpec]:
 
 def _compile_spec(fmt: formats.Format, dtype: torch.dtype, e: int, target: str) -> CompileSpec:
     row = launch.config(COLWISE_CONFIGS, target, size_class(e))
-    options = launch.options(row.num_warps, row.programs, target)
+    launched = options(fmt, row, target)
     pointers = {"x": _POINTERS[dtype], "q": "*u8", "inverse_scale": "*fp32", "offs": "*i32", "padded_offs": "*i32"}
     return CompileSpec(
         kernel=_quantize_colwise_grouped_kernel,
@@ -544,9 +552,9 @@ def _compile_spec(fmt: formats.Format, dtype: torch.dtype, e: int, target: str) 
         fmt=fmt.name,
         signature={**pointers, **dict.fromkeys(("M", "N", "E", "m_pad_blocks", "row_stride"), "i32")},
         constexprs={"column_stride": 1, **constexprs(dtype, e, fmt, True, groups.MULTIPLE, row, True, target)},
-        num_warps=options.pop("num_warps"),
+        num_warps=launched.pop("num_warps"),
         divisible=(*pointers, "N", "row_stride"),
         within_2gb=tuple(pointers),
         native=cast.constants(fmt, target)["NATIVE"] is not None,
-        options=options,
+        options=launched,
     )

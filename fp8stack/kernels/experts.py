@@ -153,8 +153,8 @@ BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
     ),
     **_rows_of(
         ("cpu",),
-        *(BothConfig(64, 512, 2, 64, max(limit // 4, 128), 2, 2, 1, 0, False, _INTERPRETER) for limit in _LENGTHS),
-        BothConfig(64, 512, 2, 64, 4096, 2, 1, 1, 0, False, _INTERPRETER),
+        *(BothConfig(256, 512, 2, 64, max(limit // 4, 128), 2, 2, 1, 0, False, _INTERPRETER) for limit in _LENGTHS),
+        BothConfig(256, 512, 2, 64, 4096, 2, 1, 1, 0, False, _INTERPRETER),
     ),
 }
 

@@ -100,7 +100,7 @@ def cases(
 
 
 def along(op: str, units: torch.Tensor) -> list[torch.Tensor]:
-    """Every golden unit, a row or a column of two experts (padded with zeros: same amax), has its golden codes."""
+    """Weights of two experts whose scaling units are the rows of `units`, up and down; for both: rows, then columns."""
     rows = torch.stack([units, units.flip(0)])
     columns = rows.transpose(1, 2).contiguous()
     return {"experts": [rows], "experts_transposed": [columns], "experts_both": [rows, columns]}[op]

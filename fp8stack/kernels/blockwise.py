@@ -183,7 +183,7 @@ def _quantize_blockwise_kernel(
     first_row = block // column_blocks * ROWS
     first_column = block % column_blocks * COLUMNS
     columns = first_column + tl.arange(0, COLUMNS)
-    parts = tile.load_parts(x, first_row, columns, M, K, row_stride, column_stride, ROWS, PARTS, UNIT_STRIDE)
+    parts = tile.load_parts(x, first_row, columns, M, K, row_stride, column_stride, ROWS, PARTS, UNIT_STRIDE, "")
 
     blocks_down = (M + UNIT_ROWS - 1) // UNIT_ROWS
     blocks_across = (K + UNIT_COLUMNS - 1) // UNIT_COLUMNS

@@ -444,7 +444,7 @@ def _quantize_experts_both_kernel(
                 inverse_scale_transposed,
                 N,
                 K,
-                N.to(tl.int64) * K,
+                tl.cast(N, tl.int64) * K,
                 K,
                 1,
                 COLUMNS,

@@ -241,7 +241,7 @@ def _quantize_mxfp8_kernel(
     first_column = block % column_blocks * COLUMNS
     columns = first_column + tl.arange(0, COLUMNS)
     rows = first_row + tl.arange(0, ROWS)
-    parts = tile.load_parts(x, first_row, columns, M, K, row_stride, column_stride, ROWS, PARTS, UNIT_STRIDE)
+    parts = tile.load_parts(x, first_row, columns, M, K, row_stride, column_stride, ROWS, PARTS, UNIT_STRIDE, "")
 
     # The parts interleave, so a block down columns has BLOCK / PARTS rows of each.
     largest = tile.unit_largest(tile.largest_of(parts, PARTS), R, COLUMNS, UNIT_ROWS, UNIT_COLUMNS)

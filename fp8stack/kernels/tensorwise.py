@@ -142,7 +142,7 @@ def _partial_amax_kernel(
     block = tl.program_id(0).to(tl.int64)
     rows = block // column_blocks * ROWS + tl.arange(0, ROWS)
     columns = block % column_blocks * BLOCK + tl.arange(0, BLOCK)
-    parts = tile.load_tile(x, rows, columns, M, K, row_stride, column_stride, UNIT_STRIDE)
+    parts = tile.load_tile(x, rows, columns, M, K, row_stride, column_stride, UNIT_STRIDE, "")
     largest = tl.max(tl.max(cast.float_bits(parts) & 0x7FFFFFFF, axis=1), axis=0)
     tl.store(partial + block, largest)
 

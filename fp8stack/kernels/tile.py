@@ -15,9 +15,7 @@ from fp8stack.kernels import cast
 
 
 @jit
-def load_tile(
-    x, rows, columns, M, K, row_stride, column_stride, UNIT_STRIDE: tl.constexpr, EVICTION: tl.constexpr = ""
-):
+def load_tile(x, rows, columns, M, K, row_stride, column_stride, UNIT_STRIDE: tl.constexpr, EVICTION: tl.constexpr):
     """Elements (rows, columns) as loaded; 0 from row M and column K on. rows: int64, as rows * stride can pass 2^31."""
     if UNIT_STRIDE:
         pointers = x + rows[:, None] * row_stride + columns[None, :]
@@ -39,7 +37,7 @@ def load_parts(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
-    EVICTION: tl.constexpr = "",
+    EVICTION: tl.constexpr,
 ):
     """The PARTS tiles (ROWS / PARTS, columns) of rows from first_row on, as loaded; 0 from row M and column K on.
 
@@ -48,9 +46,18 @@ def load_parts(
     rows = first_row + tl.arange(0, ROWS // PARTS).to(tl.int64) * PARTS
     parts = ()
     for part in tl.static_range(PARTS):
-        # The part's rows as a step from the first part's: one product a row, not one a row and part.
+        # The part's rows as a step from the first part's: one product a row, not one a row and part. A stride of 1
+        # arrives as a constant, which has no .to.
         elements = load_tile(
-            x + part * row_stride, rows, columns, M - part, K, row_stride, column_stride, UNIT_STRIDE, EVICTION
+            x + part * tl.cast(row_stride, tl.int64),
+            rows,
+            columns,
+            M - part,
+            K,
+            row_stride,
+            column_stride,
+            UNIT_STRIDE,
+            EVICTION,
         )
         parts = parts + (elements,)  # noqa: RUF005 - Triton compiles no starred expression
     return parts

@@ -174,6 +174,7 @@ def _quantize_blockwise_kernel(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     """One tile. ALIGNED: M is a multiple of 16. down_stride, across_stride: of the inverse scale, in blocks of x."""
     R: tl.constexpr = ROWS // PARTS
@@ -216,13 +217,21 @@ def _quantize_blockwise_kernel(
     rows = first_row + tl.arange(0, ROWS)
     if TURNED:
         y = tile.turned(scaled, ROWS, COLUMNS, PARTS)
-        codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+        codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART)
         mask = (columns < K)[:, None] & (rows < M)[None, :]
-        tl.store(q + columns[:, None] * M + rows[None, :], codes, mask=mask)
+        pointers = q + columns[:, None] * M + rows[None, :]
+        tl.store(pointers, codes, mask=mask)
+        if NAN_APART:
+            tile.store_nan_units(pointers, mask, tl.trans(largest), COLUMNS, ROWS, UNIT_COLUMNS, UNIT_ROWS, NAN_CODE)
     else:
-        codes = cast.encode(scaled[0], MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+        codes = cast.encode(
+            scaled[0], MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART
+        )
         mask = (rows < M)[:, None] & (columns < K)[None, :]
-        tl.store(q + rows[:, None] * K + columns[None, :], codes, mask=mask)
+        pointers = q + rows[:, None] * K + columns[None, :]
+        tl.store(pointers, codes, mask=mask)
+        if NAN_APART:
+            tile.store_nan_units(pointers, mask, largest, ROWS, COLUMNS, UNIT_ROWS, UNIT_COLUMNS, NAN_CODE)
 
 
 @dataclass(frozen=True)
@@ -278,11 +287,17 @@ def launch_blockwise(
                 UNIT_STRIDE=read.stride(1) == 1,
                 POW2=pow2,
                 **cast.constants(fmt, target),
+                NAN_APART=_nan_apart(reading.unit, reading.turned, fmt, target),
                 **launch.options(row.num_warps, row.programs, target),
                 **LAUNCH_OPTIONS,
             )
     q = q.view(fmt.dtype)
     return (q.t() if column_major else q), inverse_scale
+
+
+def _nan_apart(unit: tuple[int, int], turned: bool, fmt: formats.Format, target: str) -> bool:
+    """As cast.nan_apart, where neighbouring codes share a scale: else those stores would be a byte wide."""
+    return unit[0 if turned else 1] > 1 and cast.nan_apart(fmt, target)
 
 
 def _constexprs(row: BlockwiseConfig, unit: tuple[int, int], turned: bool) -> dict[str, object]:
@@ -386,6 +401,7 @@ def _compile_spec(fmt: formats.Format, dtype: torch.dtype, unit: str, turned: bo
             "POW2": False,
             **_constexprs(row, UNITS[unit], turned),
             **constants,
+            "NAN_APART": _nan_apart(UNITS[unit], turned, fmt, target),
         },
         num_warps=options.pop("num_warps"),
         divisible=("x", "q", "inverse_scale", "K", "row_stride"),

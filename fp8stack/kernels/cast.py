@@ -54,6 +54,15 @@ def constants(fmt: formats.Format, target: str) -> dict[str, object]:
     }
 
 
+def nan_apart(fmt: formats.Format, target: str) -> bool:
+    """Whether a kernel whose NaN codes come in whole units should encode as if there were none and write them after.
+
+    True but for NVIDIA's native casts, which keep NaN through clamp and conversion at no cost. Elsewhere NaN takes
+    three instructions an element and, on AMD, a pair of scalar registers each.
+    """
+    return not (target.startswith("sm_") and bool(constants(fmt, target)["NATIVE_NAN"]))
+
+
 def require_input(x: torch.Tensor, op: str) -> None:
     """Raise UnsupportedDtype, naming dtype and device, for what no kernel takes."""
     if x.dtype not in INPUTS:

@@ -25,7 +25,7 @@ right before those that quantise its columns, which then find it in the cache, i
 Not here: activations, whose groups are ranges of rows (colwise.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -90,30 +90,29 @@ def _rows_of(targets: tuple[str, ...], *configs):
 
 _UNMEASURED = "not measured yet"
 _INTERPRETER = "interpreter, not timed"
-_NVIDIA = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70")
+_NVIDIA = ("sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70")
 _CDNA = ("gfx942", "gfx950", "gfx940", "gfx941", "gfx90a", "gfx908")
 _RDNA = ("gfx1200", "gfx1201", *(f"gfx{n}" for n in (1100, 1101, 1102, 1103, 1150, 1151, 1152, 1153)))
 
 # (target, size class) -> configuration. rows * columns of a chunk: parts times 16 bytes a thread.
+_TRANSPOSED_SM_90 = (
+    TransposedConfig(32, 512, 8, 1, 8, 2, False, _UNMEASURED),
+    TransposedConfig(32, 512, 8, 2, 8, 2, False, _UNMEASURED),
+    TransposedConfig(32, 512, 8, 1, 8, 2, True, "H200, E32 N2048 K7168: 0.73 of a copy; all held in registers: 0.70"),
+    TransposedConfig(32, 512, 8, 1, 8, 2, True, _UNMEASURED),
+    TransposedConfig(128, 256, 8, 0, 16, 0, False, "H200: 0.61 of a copy"),
+    TransposedConfig(128, 256, 8, 0, 16, 0, False, _UNMEASURED),
+)
+
 TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
-    **_rows_of(
-        _NVIDIA,
-        TransposedConfig(32, 512, 16, 1, 4, 0, False, _UNMEASURED),
-        TransposedConfig(16, 1024, 16, 1, 4, 0, False, _UNMEASURED),
-        TransposedConfig(16, 2048, 16, 1, 8, 0, False, _UNMEASURED),
-        TransposedConfig(32, 512, 16, 1, 4, 0, False, _UNMEASURED),
-        TransposedConfig(32, 512, 16, 1, 4, 0, False, _UNMEASURED),
-        TransposedConfig(32, 512, 16, 1, 4, 0, False, _UNMEASURED),
-    ),
+    **_rows_of(("sm_90",), *_TRANSPOSED_SM_90),
+    **_rows_of(_NVIDIA, *(replace(row, measured=_UNMEASURED) for row in _TRANSPOSED_SM_90)),
     # Waves of 64.
     **_rows_of(
         _CDNA,
-        TransposedConfig(32, 512, 16, 1, 2, 0, False, _UNMEASURED),
-        TransposedConfig(32, 1024, 16, 1, 4, 0, False, _UNMEASURED),
-        TransposedConfig(16, 2048, 16, 1, 4, 0, False, _UNMEASURED),
-        TransposedConfig(64, 512, 16, 0, 4, 0, False, _UNMEASURED),
-        TransposedConfig(64, 512, 16, 0, 4, 0, False, _UNMEASURED),
-        TransposedConfig(64, 512, 16, 0, 4, 0, False, _UNMEASURED),
+        TransposedConfig(64, 256, 8, 2, 4, 0, False, _UNMEASURED),
+        TransposedConfig(32, 512, 8, 2, 4, 0, False, _UNMEASURED),
+        *(TransposedConfig(64, 256, 8, 1, 4, 0, False, _UNMEASURED) for _ in _CLASSES[2:]),
     ),
     # Waves of 32.
     **_rows_of(
@@ -130,22 +129,19 @@ TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
 
 BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
     **_rows_of(
-        _NVIDIA,
-        BothConfig(4, 2048, 1, 32, 512, 16, 1, 4, 0, False, _UNMEASURED),
-        BothConfig(4, 2048, 1, 16, 1024, 16, 1, 4, 0, False, _UNMEASURED),
-        BothConfig(4, 2048, 1, 16, 2048, 16, 1, 8, 0, False, _UNMEASURED),
-        BothConfig(1, 2048, 1, 32, 512, 16, 1, 4, 0, False, _UNMEASURED),
-        BothConfig(1, 2048, 1, 32, 512, 16, 1, 4, 0, False, _UNMEASURED),
-        BothConfig(1, 2048, 1, 32, 512, 16, 1, 4, 0, False, _UNMEASURED),
+        ("sm_90", *_NVIDIA),
+        BothConfig(2, 2048, 1, 32, 512, 8, 1, 8, 2, False, _UNMEASURED),
+        BothConfig(2, 2048, 1, 32, 512, 8, 2, 8, 2, False, _UNMEASURED),
+        BothConfig(1, 2048, 1, 32, 512, 8, 1, 8, 2, True, _UNMEASURED),
+        BothConfig(1, 2048, 1, 32, 512, 8, 1, 8, 2, True, _UNMEASURED),
+        BothConfig(2, 2048, 1, 128, 256, 8, 0, 16, 0, False, _UNMEASURED),
+        BothConfig(2, 2048, 1, 128, 256, 8, 0, 16, 0, False, _UNMEASURED),
     ),
     **_rows_of(
         _CDNA,
-        BothConfig(1, 4096, 1, 32, 512, 16, 1, 2, 0, False, _UNMEASURED),
-        BothConfig(2, 4096, 1, 32, 1024, 16, 1, 4, 0, False, _UNMEASURED),
-        BothConfig(2, 4096, 1, 16, 2048, 16, 1, 4, 0, False, _UNMEASURED),
-        BothConfig(2, 4096, 1, 64, 512, 16, 0, 4, 0, False, _UNMEASURED),
-        BothConfig(2, 4096, 1, 64, 512, 16, 0, 4, 0, False, _UNMEASURED),
-        BothConfig(2, 4096, 1, 64, 512, 16, 0, 4, 0, False, _UNMEASURED),
+        BothConfig(2, 4096, 1, 64, 256, 8, 2, 4, 0, False, _UNMEASURED),
+        BothConfig(2, 4096, 1, 32, 512, 8, 2, 4, 0, False, _UNMEASURED),
+        *(BothConfig(2, 4096, 1, 64, 256, 8, 1, 4, 0, False, _UNMEASURED) for _ in _CLASSES[2:]),
     ),
     **_rows_of(
         _RDNA,
@@ -205,12 +201,31 @@ def _store_turned(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     """Scale, turn, encode and store one chunk, given as loaded. q_columns: pointers (COLUMNS, 1) to code columns."""
     y = tile.turned(tile.scaled(parts, factor, PARTS), ROWS, COLUMNS, PARTS)
-    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART)
     at = first_row + tl.arange(0, ROWS)
     tl.store(q_columns + at[None, :], codes, mask=in_columns[:, None] & (at < N)[None, :])
+
+
+@jit
+def _store_nan_codes(
+    q_columns,
+    scale,
+    in_columns,
+    N,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+):
+    """Over what was stored, NaN codes in the columns whose scale (bits) is NaN, if there is one."""
+    if tl.max(scale, axis=0) > 0x7F800000:
+        mask = (in_columns & (scale > 0x7F800000))[:, None]
+        for chunk in range(CHUNKS):
+            at = chunk * ROWS + tl.arange(0, ROWS)
+            tile.store_nan_codes(q_columns + at[None, :], mask & (at < N)[None, :], NAN_CODE)
 
 
 @jit
@@ -240,6 +255,7 @@ def _quantize_columns(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     """The work of one program: a block of COLUMNS columns of an expert (int64), over all its rows."""
     AGAIN: tl.constexpr = CHUNKS - HELD  # chunks that are read twice
@@ -287,6 +303,7 @@ def _quantize_columns(
             NEGATIVE_ZERO,
             NATIVE,
             NATIVE_NAN,
+            NAN_APART,
         )
     for back in range(AGAIN):
         first_row = (AGAIN - 1 - back) * ROWS
@@ -310,9 +327,13 @@ def _quantize_columns(
             NEGATIVE_ZERO,
             NATIVE,
             NATIVE_NAN,
+            NAN_APART,
         )
     inverse = cast.inverse_bits(scale).to(tl.float32, bitcast=True)
     tl.store(inverse_scale + expert * K + columns, inverse, mask=in_columns)
+
+    if NAN_APART:
+        _store_nan_codes(q_columns, scale, in_columns, N, ROWS, CHUNKS, NAN_CODE)
 
 
 @jit
@@ -341,6 +362,7 @@ def _quantize_experts_transposed_kernel(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     # Blocks of one expert are neighbours: they run together and share the lines of memory at their borders.
     _quantize_columns(
@@ -369,6 +391,7 @@ def _quantize_experts_transposed_kernel(
         NEGATIVE_ZERO,
         NATIVE,
         NATIVE_NAN,
+        NAN_APART,
     )
 
 
@@ -403,6 +426,7 @@ def _quantize_experts_both_kernel(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     """For EXPERTS experts at a time: row_programs programs for their rows, then blocks programs an expert."""
     a_turn = row_programs + EXPERTS * blocks
@@ -462,6 +486,7 @@ def _quantize_experts_both_kernel(
                 NEGATIVE_ZERO,
                 NATIVE,
                 NATIVE_NAN,
+                NAN_APART,
             )
 
 
@@ -489,7 +514,8 @@ def launch_transposed(
                 **_column_constexprs(row, n),
                 POW2=pow2,
                 **cast.constants(fmt, target),
-                **launch.options(row.num_warps, row.programs, target),
+                NAN_APART=cast.nan_apart(fmt, target),
+                **_options(row, fmt, target),
                 **LAUNCH_OPTIONS,
             )
     return q.view(fmt.dtype), inverse_scale
@@ -528,7 +554,8 @@ def launch_both(
                 **_column_constexprs(row, n),
                 POW2=pow2,
                 **cast.constants(fmt, target),
-                **launch.options(row.num_warps, row.programs, target),
+                NAN_APART=cast.nan_apart(fmt, target),
+                **_options(row, fmt, target),
                 **LAUNCH_OPTIONS,
             )
     return q.view(fmt.dtype), inverse_scale, q_transposed.view(fmt.dtype), inverse_scale_transposed
@@ -544,6 +571,12 @@ def _column_constexprs(row: TransposedConfig | BothConfig, n: int) -> dict[str, 
         "HELD": min(row.held, chunks),
         "HINTS": row.hints,
     }
+
+
+def _options(row: TransposedConfig | BothConfig, fmt: formats.Format, target: str) -> dict[str, int]:
+    """Launch options. The integer encoder, for a format that the target lacks, needs registers more than company."""
+    native = cast.constants(fmt, target)["NATIVE"] is not None
+    return launch.options(row.num_warps, row.programs if native else 0, target)
 
 
 def _row_constexprs(row: BothConfig, k: int) -> dict[str, object]:
@@ -681,31 +714,28 @@ _POINTERS = {torch.bfloat16: "*i16", torch.float32: "*i32"}
 def compile_specs(arch: str) -> list[CompileSpec]:
     """The production configurations of the transposing kernels on an arch, for the codegen suite.
 
-    The arch's own formats at the expert sizes of DeepSeek and Llama 4 (every size class from 2048 rows on), float32
-    input, and one format that the arch lacks. quantize_experts runs rowwise.py's kernel, which is compiled there.
+    The arch's own e4m3 at expert sizes of DeepSeek (two size classes), float32 input, and one format that the arch
+    lacks, which goes through the integer encoder. quantize_experts runs rowwise.py's kernel, which is compiled there.
     """
     row = device.lookup(arch)
     foreign = "e4m3fn" if row.e4m3 == "e4m3fnuz" else "e4m3fnuz"
     cases = [
-        *((row.e4m3, torch.bfloat16, n, k) for n, k in ((1408, 2048), (2048, 7168), (7168, 2048))),
-        (row.e4m3, torch.float32, 1408, 2048),
-        (row.e5m2, torch.bfloat16, 1408, 2048),
-        (foreign, torch.bfloat16, 1408, 2048),
+        (row.e4m3, torch.bfloat16, 2048, 7168),
+        (row.e4m3, torch.bfloat16, 7168, 2048),
+        (row.e4m3, torch.float32, 2048, 7168),
+        (foreign, torch.bfloat16, 2048, 7168),
     ]
     return [
-        spec
+        make(formats.get(fmt), dtype, n, k, row.name)
         for fmt, dtype, n, k in cases
-        for spec in (
-            _transposed_spec(formats.get(fmt), dtype, n, k, row.name),
-            _both_spec(formats.get(fmt), dtype, n, k, row.name),
-        )
+        for make in (_transposed_spec, _both_spec)
     ]
 
 
 def _transposed_spec(fmt: formats.Format, dtype: torch.dtype, n: int, k: int, target: str) -> CompileSpec:
     row = launch.config(TRANSPOSED_CONFIGS, target, size_class(n))
     constants = cast.constants(fmt, target)
-    options = launch.options(row.num_warps, row.programs, target)
+    options = _options(row, fmt, target)
     return CompileSpec(
         kernel=_quantize_experts_transposed_kernel,
         case=f"experts-transposed-{fmt.name}-{_INPUT_NAMES[dtype]}-n{n}-k{k}",
@@ -722,6 +752,7 @@ def _transposed_spec(fmt: formats.Format, dtype: torch.dtype, n: int, k: int, ta
             "POW2": True,
             **_column_constexprs(row, n),
             **constants,
+            "NAN_APART": cast.nan_apart(fmt, target),
         },
         num_warps=options.pop("num_warps"),
         divisible=("w", "q", "inverse_scale", "N", "K", "expert_stride", "row_stride", "blocks"),
@@ -734,7 +765,7 @@ def _transposed_spec(fmt: formats.Format, dtype: torch.dtype, n: int, k: int, ta
 def _both_spec(fmt: formats.Format, dtype: torch.dtype, n: int, k: int, target: str) -> CompileSpec:
     row = launch.config(BOTH_CONFIGS, target, size_class(n))
     constants = cast.constants(fmt, target)
-    options = launch.options(row.num_warps, row.programs, target)
+    options = _options(row, fmt, target)
     outputs = ("q", "inverse_scale", "q_transposed", "inverse_scale_transposed")
     return CompileSpec(
         kernel=_quantize_experts_both_kernel,
@@ -745,7 +776,13 @@ def _both_spec(fmt: formats.Format, dtype: torch.dtype, n: int, k: int, target: 
             **{name: "*u8" if name.startswith("q") else "*fp32" for name in outputs},
             **dict.fromkeys(("E", "N", "K", "row_programs", "blocks"), "i32"),
         },
-        constexprs={"POW2": True, **_row_constexprs(row, k), **_column_constexprs(row, n), **constants},
+        constexprs={
+            "POW2": True,
+            **_row_constexprs(row, k),
+            **_column_constexprs(row, n),
+            **constants,
+            "NAN_APART": cast.nan_apart(fmt, target),
+        },
         num_warps=options.pop("num_warps"),
         divisible=("w", *outputs, "E", "N", "K", "row_programs", "blocks"),
         within_2gb=("w", *outputs),

@@ -224,6 +224,7 @@ def _quantize_mxfp8_kernel(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     """One tile, its blocks along rows, or down columns where codes leave TURNED. ALIGNED: M is a multiple of 16.
 
@@ -268,9 +269,12 @@ def _quantize_mxfp8_kernel(
             WORDS,
         )
         y = tile.turned(scaled, ROWS, COLUMNS, PARTS)
-        codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+        codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART)
         mask = (columns < K)[:, None] & (rows < M)[None, :]
-        tl.store(q + columns[:, None] * M + rows[None, :], codes, mask=mask)
+        pointers = q + columns[:, None] * M + rows[None, :]
+        tl.store(pointers, codes, mask=mask)
+        if NAN_APART:
+            tile.store_nan_units(pointers, mask, tl.trans(largest), COLUMNS, ROWS, 1, BLOCK, NAN_CODE)
     else:
         first_block = first_column // BLOCK
         _store_bytes(
@@ -285,9 +289,14 @@ def _quantize_mxfp8_kernel(
             COLUMNS // BLOCK,
             WORDS,
         )
-        codes = cast.encode(scaled[0], MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+        codes = cast.encode(
+            scaled[0], MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART
+        )
         mask = (rows < M)[:, None] & (columns < K)[None, :]
-        tl.store(q + rows[:, None] * K + columns[None, :], codes, mask=mask)
+        pointers = q + rows[:, None] * K + columns[None, :]
+        tl.store(pointers, codes, mask=mask)
+        if NAN_APART:
+            tile.store_nan_units(pointers, mask, largest, ROWS, COLUMNS, 1, BLOCK, NAN_CODE)
 
 
 def launch_mxfp8(
@@ -321,6 +330,7 @@ def launch_mxfp8(
                 WORDS=scales.shape[1] % 4 == 0,
                 UNIT_STRIDE=x.stride(1) == 1,
                 **cast.constants(fmt, target),
+                NAN_APART=cast.nan_apart(fmt, target),
                 **launch.options(row.num_warps, row.programs, target),
                 **LAUNCH_OPTIONS,
             )
@@ -427,6 +437,7 @@ def _compile_spec(fmt: formats.Format, dtype: torch.dtype, mode: str, turned: bo
             "UNIT_STRIDE": True,
             **_constexprs(row, turned, fmt, mode),
             **constants,
+            "NAN_APART": cast.nan_apart(fmt, target),
         },
         num_warps=options.pop("num_warps"),
         divisible=("x", "q", "scales", "K", "row_stride"),

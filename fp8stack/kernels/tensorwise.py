@@ -183,6 +183,13 @@ def _store_inverse(inverse_scale, bits):
         tl.store(inverse_scale, cast.inverse_bits(bits).to(tl.float32, bitcast=True))
 
 
+@jit
+def _store_nan_codes(pointers, mask, bits, NAN_CODE: tl.constexpr):
+    """NaN codes over the codes of a tile, if the scale (bits) is NaN."""
+    if bits > 0x7F800000:
+        tile.store_nan_codes(pointers, mask, NAN_CODE)
+
+
 @jit(do_not_specialize=["M", "count", "blocks"])
 def _cast_rows_kernel(
     x,
@@ -209,6 +216,7 @@ def _cast_rows_kernel(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     """Row-major codes of one tile of ROWS x BLOCK elements, the last tile first."""
     DROP: tl.constexpr = "evict_first" if HINTS else ""
@@ -218,8 +226,12 @@ def _cast_rows_kernel(
     elements = tile.load_tile(x, rows, columns, M, K, row_stride, column_stride, UNIT_STRIDE, DROP)
     bits = _scale_of(source, count, PARTIALS, POW2, MAX)
     y = cast.float_bits(elements).to(tl.float32, bitcast=True) * bits.to(tl.float32, bitcast=True)
-    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
-    tl.store(q + rows[:, None] * K + columns[None, :], codes, mask=(rows < M)[:, None] & (columns < K)[None, :])
+    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART)
+    pointers = q + rows[:, None] * K + columns[None, :]
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    tl.store(pointers, codes, mask=mask)
+    if NAN_APART:
+        _store_nan_codes(pointers, mask, bits, NAN_CODE)
     _store_inverse(inverse_scale, bits)
 
 
@@ -253,6 +265,7 @@ def _cast_turned_kernel(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    NAN_APART: tl.constexpr,
 ):
     """Column-major codes of one tile, row-major too if BOTH, the last tile first. ALIGNED: M is a multiple of 16."""
     DROP: tl.constexpr = "evict_first" if HINTS else ""
@@ -267,14 +280,21 @@ def _cast_turned_kernel(
     if BOTH:
         for part in tl.static_range(PARTS):
             rows = first_row + tl.arange(0, ROWS // PARTS) * PARTS + part
-            codes = cast.encode(scaled[part], MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+            codes = cast.encode(
+                scaled[part], MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART
+            )
             mask = (rows < M)[:, None] & (columns < K)[None, :]
             tl.store(q + rows[:, None] * K + columns[None, :], codes, mask=mask)
+            if NAN_APART:
+                _store_nan_codes(q + rows[:, None] * K + columns[None, :], mask, bits, NAN_CODE)
     y = tile.turned(scaled, ROWS, COLUMNS, PARTS)
-    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN)
+    codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, not NAN_APART)
     rows = first_row + tl.arange(0, ROWS)
+    pointers = q_turned + columns[:, None] * M + rows[None, :]
     mask = (columns < K)[:, None] & (rows < M)[None, :]
-    tl.store(q_turned + columns[:, None] * M + rows[None, :], codes, mask=mask)
+    tl.store(pointers, codes, mask=mask)
+    if NAN_APART:
+        _store_nan_codes(pointers, mask, bits, NAN_CODE)
     _store_inverse(inverse_scale, bits)
 
 
@@ -325,6 +345,8 @@ def launch_tensorwise(
             "PARTIALS": _PARTIALS if row.fused and scale is None else 0,
             "POW2": pow2,
             **cast.constants(fmt, target),
+            # A given scale is finite: NaN codes are those of single elements.
+            "NAN_APART": scale is None and cast.nan_apart(fmt, target),
             **launch.options(row.num_warps, row.programs, target),
             **LAUNCH_OPTIONS,
         }
@@ -595,6 +617,7 @@ def _cast_spec(fmt: formats.Format, dtype: torch.dtype, layout: str, target: str
             "POW2": False,
             **tile_sizes,
             **constants,
+            "NAN_APART": cast.nan_apart(fmt, target),
         },
         num_warps=options.pop("num_warps"),
         divisible=("x", *codes, "source", "inverse_scale", "K", "row_stride"),

@@ -116,3 +116,27 @@ def turned(parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
     """PARTS tiles (ROWS / PARTS, COLUMNS) as one (COLUMNS, ROWS) tile: the transposed tile, rows in their order."""
     tile = tl.reshape(_joined(parts, PARTS), (ROWS // PARTS, COLUMNS, PARTS))
     return tl.reshape(tl.trans(tile, (1, 0, 2)), (COLUMNS, ROWS))
+
+
+@jit
+def store_nan_codes(pointers, mask, NAN_CODE: tl.constexpr):
+    """NaN codes over codes that this program stored before, where mask says."""
+    tl.debug_barrier()  # those may have been other threads'
+    tl.store(pointers, tl.full(mask.shape, NAN_CODE, tl.uint8), mask=mask)
+
+
+@jit
+def store_nan_units(
+    pointers,
+    mask,
+    largest,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    UNIT_COLUMNS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+):
+    """store_nan_codes for the blocks of a tile (ROWS, COLUMNS) whose largest bits are not finite, if there is one."""
+    if tl.max(tl.max(largest, axis=1), axis=0) >= 0x7F800000:
+        non_finite = spread(largest, ROWS, COLUMNS, UNIT_ROWS, UNIT_COLUMNS) >= 0x7F800000
+        store_nan_codes(pointers, mask & non_finite, NAN_CODE)

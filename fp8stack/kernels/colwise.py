@@ -4,6 +4,7 @@
 
 The exact rules are scaling.py's; where groups start is groups.py's. The weight gradient contracts over tokens, so it
 wants both operands with scales along the tokens, the tokens contiguous, and each expert's tokens at a multiple of 16.
+quantize_colwise_grouped does that for one tensor, quantize_colwise_grouped_pair for both in one launch.
 
 Traffic (bf16 in): reads 2*M*N, writes N*M_pad + 4*E*N bytes, as far as groups are held in registers between the maximum
 and the cast. Rows that are not held are read twice, the second time backwards: what was read last is in the cache.
@@ -80,8 +81,8 @@ COLWISE_CONFIGS: dict[tuple[str, str], ColwiseConfig] = {
     # Waves of 64.
     **_rows_of(
         ("gfx942", "gfx950", "gfx940", "gfx941", "gfx90a", "gfx908"),
-        ColwiseConfig(64, 512, 16, 1, 4, 0, _UNMEASURED),
-        ColwiseConfig(64, 256, 16, 1, 2, 0, _UNMEASURED),
+        ColwiseConfig(64, 512, 16, 1, 4, 2, _UNMEASURED),
+        ColwiseConfig(64, 256, 16, 1, 2, 4, _UNMEASURED),
     ),
     # Waves of 32.
     **_rows_of(
@@ -118,6 +119,20 @@ def quantize_colwise_grouped_reference(
         q[:, to : to + end - start] = codes.view(torch.uint8).t()
         to = padded_end
     return q.view(formats.get(fmt).dtype).t(), inverse_scale, padded_offs
+
+
+def quantize_colwise_grouped_pair_reference(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor,
+    fmt: str | torch.dtype | formats.Format,
+    pow2: bool = True,
+    alignment: int = groups.MULTIPLE,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The specification, in plain torch; arguments and results as quantize_colwise_grouped_pair."""
+    x_q, x_inverse, padded_offs = quantize_colwise_grouped_reference(x, offs, fmt, pow2, alignment)
+    y_q, y_inverse, _ = quantize_colwise_grouped_reference(y, offs, fmt, pow2, alignment)
+    return x_q, x_inverse, y_q, y_inverse, padded_offs
 
 
 @jit
@@ -392,9 +407,7 @@ def _quantize_colwise_grouped_kernel(
     NATIVE_NAN: tl.constexpr,
 ):
     # Neighbouring programs take neighbouring columns of one group: whole rows are read at about the same time.
-    program = tl.program_id(0)
-    blocks = tl.maximum(tl.cdiv(N, COLUMNS), 1)
-    group, block = program // blocks, program % blocks
+    block, group = tl.program_id(0), tl.program_id(1)
     start, size, padded_start, padded_size, total = groups.bounds(offs, group, M, E, LANES, ALIGNMENT)
     if block == 0:
         tl.store(padded_offs + group, padded_start + padded_size)
@@ -405,14 +418,72 @@ def _quantize_colwise_grouped_kernel(
     )  # fmt: skip
 
 
+@jit(do_not_specialize=["M", "m_pad_blocks", "E", "x_column_stride", "y_column_stride"])
+def _quantize_colwise_grouped_pair_kernel(
+    x,
+    x_q,
+    x_inverse_scale,
+    y,
+    y_q,
+    y_inverse_scale,
+    offs,
+    padded_offs,
+    M,
+    X_N,
+    Y_N,
+    E,
+    m_pad_blocks,
+    x_row_stride,
+    x_column_stride,
+    y_row_stride,
+    y_column_stride,
+    LANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HELD: tl.constexpr,
+    C: tl.constexpr,
+    X_UNIT_STRIDE: tl.constexpr,
+    Y_UNIT_STRIDE: tl.constexpr,
+    LANES_LAST: tl.constexpr,
+    POW2: tl.constexpr,
+    MAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    NATIVE_NAN: tl.constexpr,
+):
+    # The blocks of both tensors for one group, then those for the next.
+    block, group = tl.program_id(0), tl.program_id(1)
+    x_blocks = tl.maximum(tl.cdiv(X_N, COLUMNS), 1)
+    start, size, padded_start, padded_size, total = groups.bounds(offs, group, M, E, LANES, ALIGNMENT)
+    if block == 0:
+        tl.store(padded_offs + group, padded_start + padded_size)
+    if block < x_blocks:
+        _quantize_columns(
+            x, x_q, x_inverse_scale, group, block, start, size, padded_start, padded_size, total, X_N, E,
+            m_pad_blocks * 16, x_row_stride, x_column_stride, COLUMNS, ROWS, PARTS, HELD, C, X_UNIT_STRIDE, LANES_LAST,
+            POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+        )  # fmt: skip
+    else:
+        _quantize_columns(
+            y, y_q, y_inverse_scale, group, block - x_blocks, start, size, padded_start, padded_size, total, Y_N, E,
+            m_pad_blocks * 16, y_row_stride, y_column_stride, COLUMNS, ROWS, PARTS, HELD, C, Y_UNIT_STRIDE, LANES_LAST,
+            POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+        )  # fmt: skip
+
+
 # Which of two dimensions without contiguity the compiler gives to the lanes first: up to 3.6 the first, then the last.
 _LANES_LAST = TRITON_VERSION is None or TRITON_VERSION >= (3, 7)
 
 
 def constexprs(
-    x: torch.dtype, e: int, fmt: formats.Format, pow2: bool, alignment: int, row: ColwiseConfig, unit: bool, target: str
+    x: torch.dtype, e: int, fmt: formats.Format, pow2: bool, alignment: int, row: ColwiseConfig, target: str
 ) -> dict[str, object]:
-    """What the kernels are compiled for. unit: the stride along N is 1."""
+    """What both kernels are compiled for; beside it, whether the strides along N are 1."""
     return {
         "LANES": 1 << (e - 1).bit_length(),
         "ALIGNMENT": alignment,
@@ -421,7 +492,6 @@ def constexprs(
         "PARTS": row.parts,
         "HELD": row.held,
         "C": 16 // x.itemsize,
-        "UNIT_STRIDE": unit,
         "LANES_LAST": _LANES_LAST,
         "POW2": pow2,
         **cast.constants(fmt, target),
@@ -431,7 +501,7 @@ def constexprs(
 def options(fmt: formats.Format, row: ColwiseConfig, target: str) -> dict[str, int]:
     """Launch options; `programs` is for the native cast: the integer encoder needs more registers than it leaves."""
     native = cast.constants(fmt, target)["NATIVE"] is not None
-    return launch.options(row.num_warps, row.programs if native else 0, target)
+    return launch.options(row.num_warps, row.programs if native else min(row.programs, 1), target)
 
 
 def launch_colwise_grouped(
@@ -450,7 +520,7 @@ def launch_colwise_grouped(
     inverse_scale = torch.empty((e, n), dtype=torch.float32, device=x.device)
     padded_offs = torch.empty_like(offs)
     with launch.on_device(x):
-        _quantize_colwise_grouped_kernel[(e * max(-(-n // row.columns), 1),)](
+        _quantize_colwise_grouped_kernel[(max(-(-n // row.columns), 1), e)](
             x.view(cast.INPUTS[x.dtype]),
             q,
             inverse_scale,
@@ -462,11 +532,56 @@ def launch_colwise_grouped(
             m_pad // 16,
             x.stride(0),
             x.stride(1),
-            **constexprs(x.dtype, e, fmt, pow2, alignment, row, x.stride(1) == 1, target),
+            UNIT_STRIDE=x.stride(1) == 1,
+            **constexprs(x.dtype, e, fmt, pow2, alignment, row, target),
             **options(fmt, row, target),
             **LAUNCH_OPTIONS,
         )
     return q.view(fmt.dtype).t(), inverse_scale, padded_offs
+
+
+def launch_colwise_grouped_pair(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor,
+    fmt: formats.Format,
+    pow2: bool,
+    alignment: int,
+    row: ColwiseConfig,
+    target: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the kernel for two tensors with a given configuration."""
+    (m, x_n), y_n, e = x.shape, y.shape[1], offs.shape[0]
+    m_pad = groups.padded_rows(m, e, alignment)
+    codes = [torch.empty((n, m_pad), dtype=torch.uint8, device=x.device) for n in (x_n, y_n)]
+    inverse_scales = [torch.empty((e, n), dtype=torch.float32, device=x.device) for n in (x_n, y_n)]
+    padded_offs = torch.empty_like(offs)
+    blocks = max(-(-x_n // row.columns), 1) + -(-y_n // row.columns)
+    with launch.on_device(x):
+        _quantize_colwise_grouped_pair_kernel[(blocks, e)](
+            x.view(cast.INPUTS[x.dtype]),
+            codes[0],
+            inverse_scales[0],
+            y.view(cast.INPUTS[y.dtype]),
+            codes[1],
+            inverse_scales[1],
+            offs.contiguous(),
+            padded_offs,
+            m,
+            x_n,
+            y_n,
+            e,
+            m_pad // 16,
+            *x.stride(),
+            *y.stride(),
+            X_UNIT_STRIDE=x.stride(1) == 1,
+            Y_UNIT_STRIDE=y.stride(1) == 1,
+            **constexprs(x.dtype, e, fmt, pow2, alignment, row, target),
+            **options(fmt, row, target),
+            **LAUNCH_OPTIONS,
+        )
+    x_q, y_q = (q.view(fmt.dtype).t() for q in codes)
+    return x_q, inverse_scales[0], y_q, inverse_scales[1], padded_offs
 
 
 @torch.library.custom_op(
@@ -516,6 +631,56 @@ def quantize_colwise_grouped(
     return _quantize_colwise_grouped(x, offs, formats.get(fmt).name, pow2, alignment)
 
 
+@torch.library.custom_op(
+    "fp8stack::quantize_colwise_grouped_pair",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor y, Tensor offs, str fmt, bool pow2, int alignment) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _quantize_colwise_grouped_pair(x, y, offs, fmt, pow2, alignment):
+    which = launch.implementation(x)
+    launch.record("quantize_colwise_grouped_pair", which)
+    if which == "reference":
+        return quantize_colwise_grouped_pair_reference(x, y, offs, fmt, pow2, alignment)
+    target = device.detect(x.device).target.name
+    row = launch.config(COLWISE_CONFIGS, target, size_class(offs.shape[0]))
+    return launch_colwise_grouped_pair(x, y, offs, formats.get(fmt), pow2, alignment, row, target)
+
+
+@_quantize_colwise_grouped_pair.register_fake
+def _(x, y, offs, fmt, pow2, alignment):
+    x_q, x_inverse, padded_offs = _empty_results(x, offs, fmt, alignment)
+    y_q, y_inverse, _ = _empty_results(y, offs, fmt, alignment)
+    return x_q, x_inverse, y_q, y_inverse, padded_offs
+
+
+def quantize_colwise_grouped_pair(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor,
+    fmt: str | torch.dtype | formats.Format,
+    pow2: bool = True,
+    alignment: int = groups.MULTIPLE,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """quantize_colwise_grouped of two tensors with the same rows and groups, from one launch.
+
+    x, y: (M, X_N) and (M, Y_N), both bfloat16 or both float32, any strides. The rest as quantize_colwise_grouped.
+    Returns codes and inverse scale of x, codes and inverse scale of y, padded offs.
+    """
+    for tensor, name in ((x, "x"), (y, "y")):
+        cast.require_input(tensor, "quantize_colwise_grouped_pair")
+        _require_2d(tensor, name)
+    if x.shape[0] != y.shape[0] or x.dtype != y.dtype or x.device != y.device:
+        raise ValueError(
+            f"x is {x.dtype} of shape {tuple(x.shape)} on {x.device}, y {y.dtype} of shape {tuple(y.shape)} on "
+            f"{y.device}; expected the same rows, dtype and device; call quantize_colwise_grouped for each"
+        )
+    groups.require_offs(offs, x, alignment)
+    return _quantize_colwise_grouped_pair(x, y, offs, formats.get(fmt).name, pow2, alignment)
+
+
 def _require_2d(x: torch.Tensor, name: str) -> None:
     if x.dim() != 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected two dimensions (M, N); flatten the leading ones")
@@ -539,21 +704,46 @@ def compile_specs(arch: str) -> list[CompileSpec]:
         (row.e5m2, torch.bfloat16, 32),
         (foreign, torch.bfloat16, 32),
     ]
-    return [_compile_spec(formats.get(fmt), dtype, e, row.name) for fmt, dtype, e in cases]
+    return [
+        spec
+        for fmt, dtype, e in cases
+        for spec in (
+            _compile_spec(formats.get(fmt), dtype, e, row.name),
+            _pair_compile_spec(formats.get(fmt), dtype, e, row.name),
+        )
+    ]
 
 
 def _compile_spec(fmt: formats.Format, dtype: torch.dtype, e: int, target: str) -> CompileSpec:
+    tensors = {"x": _POINTERS[dtype], "q": "*u8", "inverse_scale": "*fp32"}
+    unit = {"column_stride": 1, "UNIT_STRIDE": True}
+    return _spec(_quantize_colwise_grouped_kernel, "colwise", tensors, ("N", "row_stride"), unit, fmt, dtype, e, target)
+
+
+def _pair_compile_spec(fmt: formats.Format, dtype: torch.dtype, e: int, target: str) -> CompileSpec:
+    tensors = {
+        f"{name}{of}": kind
+        for name in ("x", "y")
+        for of, kind in (("", _POINTERS[dtype]), ("_q", "*u8"), ("_inverse_scale", "*fp32"))
+    }
+    sizes = ("X_N", "Y_N", "x_row_stride", "y_row_stride")
+    unit = {"x_column_stride": 1, "y_column_stride": 1, "X_UNIT_STRIDE": True, "Y_UNIT_STRIDE": True}
+    kernel = _quantize_colwise_grouped_pair_kernel
+    return _spec(kernel, "colwise-pair", tensors, sizes, unit, fmt, dtype, e, target)
+
+
+def _spec(kernel, op, tensors, sizes, unit, fmt, dtype, e, target) -> CompileSpec:
     row = launch.config(COLWISE_CONFIGS, target, size_class(e))
     launched = options(fmt, row, target)
-    pointers = {"x": _POINTERS[dtype], "q": "*u8", "inverse_scale": "*fp32", "offs": "*i32", "padded_offs": "*i32"}
+    pointers = {**tensors, "offs": "*i32", "padded_offs": "*i32"}
     return CompileSpec(
-        kernel=_quantize_colwise_grouped_kernel,
-        case=f"colwise-{fmt.name}-{_INPUT_NAMES[dtype]}-e{e}",
+        kernel=kernel,
+        case=f"{op}-{fmt.name}-{_INPUT_NAMES[dtype]}-e{e}",
         fmt=fmt.name,
-        signature={**pointers, **dict.fromkeys(("M", "N", "E", "m_pad_blocks", "row_stride"), "i32")},
-        constexprs={"column_stride": 1, **constexprs(dtype, e, fmt, True, groups.MULTIPLE, row, True, target)},
+        signature={**pointers, **dict.fromkeys(("M", *sizes, "E", "m_pad_blocks"), "i32")},
+        constexprs={**unit, **constexprs(dtype, e, fmt, True, groups.MULTIPLE, row, target)},
         num_warps=launched.pop("num_warps"),
-        divisible=(*pointers, "N", "row_stride"),
+        divisible=(*pointers, *sizes),
         within_2gb=tuple(pointers),
         native=cast.constants(fmt, target)["NATIVE"] is not None,
         options=launched,

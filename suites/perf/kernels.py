@@ -84,6 +84,12 @@ def grouped(row: Row, generator: torch.Generator) -> Inputs:
     return x.to(row.dtype), offs.to(torch.int32)
 
 
+def grouped_pair(row: Row, generator: torch.Generator) -> Inputs:
+    """Two such tensors and the offs of both."""
+    x, _ = grouped(row, generator)
+    return x, *grouped(row, generator)
+
+
 def _colwise_bytes(row: Row) -> int:
     """Rows of gaps and tail are written too."""
     m, n, e = row.shape
@@ -126,6 +132,11 @@ def _colwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
     amax = amax.scatter_reduce(0, group[:, None].expand_as(x), x.abs(), "amax").to(torch.float64)
     scale = torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
     return _cast(x, scale[group], fmt).t().contiguous().t(), scale.reciprocal()
+
+
+def _colwise_pair_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    x, y, offs = inputs
+    return _colwise_chain((x, offs), fmt), _colwise_chain((y, offs), fmt)
 
 
 def _tensorwise_chain(inputs: Inputs, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,6 +251,14 @@ OPS: dict[str, Op] = {
         chain=_colwise_chain,
         inputs=grouped,
     ),
+    "colwise_pair": Op(
+        axes="mne",
+        tests="colwise",
+        bytes_moved=lambda row: 2 * _colwise_bytes(row),
+        call=lambda inputs, fmt: colwise.quantize_colwise_grouped_pair(*inputs, fmt),
+        chain=_colwise_pair_chain,
+        inputs=grouped_pair,
+    ),
     "experts": Op(
         axes="enk",
         tests="experts",
@@ -295,7 +314,7 @@ ROWS = (
     *(Row("mxfp8_columns", shape, torch.bfloat16, 0.60, 0.80) for shape in _ACTIVATIONS),
     Row("tensorwise_column", (14336, 4096), torch.bfloat16, None, None),
     Row("tensorwise_both", (14336, 4096), torch.bfloat16, None, None),
-    *(Row("colwise", shape, torch.bfloat16, bar, 0.70) for shape, bar in _GROUPED),
+    *(Row(op, shape, torch.bfloat16, bar, 0.70) for op in ("colwise", "colwise_pair") for shape, bar in _GROUPED),
     *(Row("experts", shape, torch.bfloat16, 0.92, 0.97) for shape in _EXPERTS),
     *(Row("experts_transposed", shape, torch.bfloat16, 0.57, 0.75) for shape in _EXPERTS),
     *(Row("experts_both", shape, torch.bfloat16, 0.58, 0.75) for shape in _EXPERTS),

@@ -288,6 +288,14 @@ SPACES: dict[str, Space] = {
         lambda shape: colwise.size_class(shape[2]),
         ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
     ),
+    "colwise_pair": Space(
+        _colwise_configs,
+        lambda inputs, fmt, config, target: colwise.launch_colwise_grouped_pair(*inputs, fmt, True, 16, config, target),
+        lambda inputs, fmt: colwise.quantize_colwise_grouped_pair_reference(*inputs, fmt),
+        _all,
+        lambda shape: colwise.size_class(shape[2]),
+        ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
+    ),
     "experts_transposed": Space(
         _transposed_configs,
         lambda inputs, fmt, config, target: experts.launch_transposed(*inputs, fmt, True, config, target),

@@ -87,9 +87,9 @@ TENSORWISE_CONFIGS: dict[tuple[str, str], TensorwiseConfig] = {
     # The interpreter runs program after program in Python: few programs. Both ways to reduce the maxima.
     **_rows_of(
         ("cpu",),
-        TensorwiseConfig(32768, 1, False, 1, 32768, 1, 1, 0, False, _INTERPRETER),
-        TensorwiseConfig(32768, 1, True, 256, 256, 2, 1, 0, False, _INTERPRETER),
-        TensorwiseConfig(32768, 1, False, 256, 256, 2, 1, 0, False, _INTERPRETER),
+        TensorwiseConfig(8192, 1, False, 1, 8192, 1, 1, 0, False, _INTERPRETER),
+        TensorwiseConfig(8192, 1, True, 128, 128, 2, 1, 0, False, _INTERPRETER),
+        TensorwiseConfig(8192, 1, False, 128, 128, 2, 1, 0, False, _INTERPRETER),
     ),
 }
 

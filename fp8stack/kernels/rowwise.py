@@ -16,7 +16,7 @@ two 16-byte loads of bf16 and one 16-byte store. That needs a unit stride that t
 runtime stride gives byte stores, 6.5 times slower on MI300X, triton-lang/triton#9834), and K and the row stride to be
 multiples of 16, which Triton finds out at launch.
 
-Not here: groups (colwise), expert weights (experts), tensor scales (tensorwise.py).
+Not here: groups (colwise.py), expert weights (experts.py: the same kernel), tensor scales (tensorwise.py).
 """
 
 from dataclasses import dataclass

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,31 @@ def test_machine_code(
     )
     broken = broken_rules(code)
     assert not broken, "\n".join([f"{listing} breaks a rule of machine code:", *broken])
+
+
+def _kernels() -> Iterator[Any]:
+    """Every kernel of every family once, at its first configuration for sm_90."""
+    seen: set[str] = set()
+    for specs_of in _families().values():
+        for spec in specs_of("sm_90"):
+            name = spec.kernel.__name__
+            if name not in seen:
+                seen.add(name)
+                yield pytest.param(spec, id=f"{spec.case.split('-')[0]}-sizes-of-one{name}")
+
+
+@pytest.mark.parametrize("spec", list(_kernels()))
+def test_sizes_of_one(spec: CompileSpec) -> None:
+    """A kernel compiles where its sizes and strides are 1, which a launch makes constants; the interpreter does not."""
+    kept = set(spec.kernel.do_not_specialize or ())
+    ones = [name for name, kind in spec.signature.items() if kind in ("i32", "i64") and name not in kept]
+    assert ones, f"{spec.case} has no size that a launch specialises on"
+    signature = {name: kind for name, kind in spec.signature.items() if name not in ones}
+    constexprs = {**spec.constexprs, **dict.fromkeys(ones, 1)}
+    hints = tuple(name for name in spec.divisible if name in signature)
+    _triton.cross_compile(
+        replace(spec, case="sizes-of-one", signature=signature, constexprs=constexprs, divisible=hints), "sm_90"
+    )
 
 
 def test_families() -> None:

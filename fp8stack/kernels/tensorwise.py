@@ -125,7 +125,7 @@ def quantize_tensorwise_both_reference(
 
 
 # M, the number of tiles and the number of maxima follow the number of tokens: not specialised.
-@jit(do_not_specialize=["M"])
+@jit(do_not_specialize=["M", "column_blocks"])
 def _partial_amax_kernel(
     x,
     partial,
@@ -190,7 +190,7 @@ def _store_nan_codes(pointers, mask, bits, NAN_CODE: tl.constexpr):
         tile.store_nan_codes(pointers, mask, NAN_CODE)
 
 
-@jit(do_not_specialize=["M", "count", "blocks"])
+@jit(do_not_specialize=["M", "count", "blocks", "column_blocks"])
 def _cast_rows_kernel(
     x,
     q,
@@ -235,7 +235,7 @@ def _cast_rows_kernel(
     _store_inverse(inverse_scale, bits)
 
 
-@jit(do_not_specialize=["M", "count", "blocks"])
+@jit(do_not_specialize=["M", "count", "blocks", "column_blocks"])
 def _cast_turned_kernel(
     x,
     q,
@@ -298,21 +298,36 @@ def _cast_turned_kernel(
     _store_inverse(inverse_scale, bits)
 
 
-def _line(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """(M, K, row stride, column stride) as the kernels read x: as one row where that is possible, and always is for the
-    same K: a length that is a multiple of 16 for some numbers of tokens only would compile twice."""
+@dataclass(frozen=True)
+class _Tiling:
+    """How the kernels that keep x's order go through it: as one line where they can, else in tiles of rows.
+
+    A dense x whose rows are multiples of 16 is a line for any number of rows, so that no kernel is compiled for some of
+    them only. Short rows share a tile.
+    """
+
+    m: int
+    k: int
+    row_stride: int
+    column_stride: int
+    rows: int
+    block: int
+
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.k // self.block)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.m // self.rows) * self.column_blocks
+
+
+def _tiling(x: torch.Tensor, elements: int) -> _Tiling:
     m, k = x.shape
     if x.is_contiguous() and k % 16 == 0:
-        return 1, m * k, m * k, 1
-    return m, k, x.stride(0), x.stride(1)
-
-
-def _tiles(m: int, k: int, elements: int) -> tuple[int, int, int, int]:
-    """(rows, block, blocks along a row, tiles) for tiles of so many elements; short rows share a tile."""
+        return _Tiling(1, m * k, k, 1, 1, elements)
     block = min(elements, max(16, 1 << (k - 1).bit_length())) if k else 16
-    rows = elements // block
-    column_blocks = -(-k // block)
-    return rows, block, column_blocks, -(-m // rows) * column_blocks
+    return _Tiling(m, k, *x.stride(), elements // block, block)
 
 
 def launch_tensorwise(
@@ -361,19 +376,20 @@ def launch_tensorwise(
 
 def _partial_amax(x: torch.Tensor, unit_stride: bool, row: TensorwiseConfig) -> tuple[torch.Tensor, int]:
     """The maxima of all tiles, int32, and how many."""
-    m, k, *strides = _line(x)
-    rows, block, column_blocks, count = _tiles(m, k, row.amax_elements)
+    tiling = _tiling(x, row.amax_elements)
+    count = tiling.tiles
     partial = torch.empty((max(count, 1),), dtype=torch.int32, device=x.device)
     if count:
         _partial_amax_kernel[(count,)](
             x,
             partial,
-            m,
-            k,
-            *strides,
-            column_blocks,
-            ROWS=rows,
-            BLOCK=block,
+            tiling.m,
+            tiling.k,
+            tiling.row_stride,
+            tiling.column_stride,
+            tiling.column_blocks,
+            ROWS=tiling.rows,
+            BLOCK=tiling.block,
             UNIT_STRIDE=unit_stride,
             num_warps=row.amax_warps,
             **LAUNCH_OPTIONS,
@@ -392,23 +408,19 @@ def _cast_rows(
     x: torch.Tensor, layout: str, row: TensorwiseConfig, shared: dict[str, object]
 ) -> tuple[torch.Tensor, None]:
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    m, k, *strides = _line(x)
-    rows, block, column_blocks, blocks = _tiles(m, k, row.rows * row.columns)
-    column_blocks, blocks = (
-        max(column_blocks, 1),
-        max(blocks, 1),
-    )  # of an empty tensor the inverse scale is still wanted
+    tiling = _tiling(x, row.rows * row.columns)
+    blocks = max(tiling.tiles, 1)  # of an empty tensor the inverse scale is still wanted
     _cast_rows_kernel[(blocks,)](
         x=x,
         q=q,
-        M=m,
-        K=k,
-        row_stride=strides[0],
-        column_stride=strides[1],
+        M=tiling.m,
+        K=tiling.k,
+        row_stride=tiling.row_stride,
+        column_stride=tiling.column_stride,
         blocks=blocks,
-        column_blocks=column_blocks,
-        ROWS=rows,
-        BLOCK=block,
+        column_blocks=max(tiling.column_blocks, 1),
+        ROWS=tiling.rows,
+        BLOCK=tiling.block,
         **shared,
     )
     return q, None

@@ -1,0 +1,129 @@
+"""What launches compile for, over many token counts: a kernel must not be compiled anew because a batch is longer.
+
+A launch makes a key of its arguments: constants as they are, of every other number whether it is 1, whether 16 divides
+it and how many bits it needs, of every pointer whether 16 divides it (pytorch/ao#4069: about 100 device
+synchronisations a step came from keys that followed the token count). The kernels are replaced by recorders here, so
+nothing runs and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp8stack import formats
+from fp8stack.kernels import blockwise, experts, launch, mxfp8, rowwise, tensorwise
+
+TARGET = "sm_90"
+FMT = formats.get("e4m3fn")
+TOKENS = (*range(16, 16 * 26, 16), *(17, 100, 255, 1000, 1023, 4097, 5000, 8191), *(2048, 4096, 8192, 16384))
+HIDDEN = 160
+
+
+class Recorder:
+    """Stands for a kernel: collects the keys of its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.names = list(kernel.arg_names)
+        self.free = set(kernel.do_not_specialize or ())
+        self.keys: set[tuple[object, ...]] = set()
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *arguments: Any, **named: Any) -> None:
+        given = dict(zip(self.names, arguments, strict=False)) | named
+        assert set(self.names) <= set(given), sorted(set(self.names) - set(given))
+        self.keys.add(tuple((name, self._key(name, value)) for name, value in sorted(given.items())))
+
+    def _key(self, name: str, value: Any) -> object:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), value.data_ptr() % 16 == 0
+        constant = name.isupper() and name not in ("M", "N", "K", "E")
+        if constant or not isinstance(value, int) or isinstance(value, bool):
+            return str(value)
+        if name in self.free:
+            return value.bit_length() > 31
+        return value == 1, value % 16 == 0, value.bit_length() > 31
+
+
+def _tensorwise(layout: str, hidden: int) -> Callable[[int], object]:
+    row = launch.config(tensorwise.TENSORWISE_CONFIGS, TARGET, layout)
+    return lambda tokens: tensorwise.launch_tensorwise(_x(tokens, hidden), FMT, False, None, layout, row, TARGET)
+
+
+def _x(tokens: int, hidden: int) -> torch.Tensor:
+    return torch.empty((tokens, hidden), dtype=torch.bfloat16)
+
+
+def _blockwise(unit: str, column_major: bool, turned: bool = False) -> Callable[[int], object]:
+    def call(tokens: int) -> object:
+        x = _x(tokens, HIDDEN).t() if turned else _x(tokens, HIDDEN)
+        return blockwise.launch_blockwise(x, FMT, unit, column_major, False, None, TARGET)
+
+    return call
+
+
+def _mxfp8(dim: int) -> Callable[[int], object]:
+    return lambda tokens: mxfp8.launch_mxfp8(_x(tokens, HIDDEN), FMT, "floor", dim, None, TARGET)
+
+
+def _rowwise(tokens: int) -> object:
+    row = launch.config(rowwise.ROWWISE_CONFIGS, TARGET, rowwise.size_class(HIDDEN))
+    return rowwise.launch_rowwise(_x(tokens, HIDDEN), FMT, True, row, TARGET)
+
+
+# Case -> call, and how many keys a kernel may have. Codes whose rows are tokens long are stored 16 bytes wide where 16
+# divides their number: two keys. MXFP8 also writes its scales as words where four divide the blocks: four.
+CASES: dict[str, tuple[Callable[[int], object], int]] = {
+    "rowwise": (_rowwise, 1),
+    "tensorwise-row": (_tensorwise("row", HIDDEN), 1),
+    "tensorwise-row-odd": (_tensorwise("row", 100), 1),
+    "tensorwise-column": (_tensorwise("column", HIDDEN), 2),
+    "tensorwise-both": (_tensorwise("both", HIDDEN), 2),
+    "blockwise-1x128": (_blockwise("1x128", False), 1),
+    "blockwise-128x128": (_blockwise("128x128", False), 1),
+    "blockwise-128x1": (_blockwise("128x1", True), 2),
+    "blockwise-transposed": (_blockwise("1x128", False, turned=True), 2),
+    "mxfp8-rows": (_mxfp8(1), 1),
+    "mxfp8-columns": (_mxfp8(0), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "most"), [pytest.param(*case, id=f"specialisation-{name}") for name, case in CASES.items()]
+)
+def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over dozens of token counts each kernel is compiled for one key, or for as many as the case says."""
+    recorders = []
+    for module in (rowwise, tensorwise, blockwise, mxfp8):
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel"):
+                recorders.append(Recorder(kernel))
+                monkeypatch.setattr(module, name, recorders[-1])
+    for tokens in TOKENS:
+        call(tokens)
+    counts = [len(recorder.keys) for recorder in recorders if recorder.keys]
+    assert counts, "nothing was launched"
+    first, *others = max((sorted(recorder.keys) for recorder in recorders), key=len)
+    varying = {part[0] for other in others for part in set(other) ^ set(first)}
+    assert max(counts) <= most, f"{max(counts)} keys; these arguments follow the number of tokens: {sorted(varying)}"
+
+
+@pytest.mark.parametrize("shape", [pytest.param((4, 48, 64), id="specialisation-experts")])
+def test_experts_are_weights(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert weights have no tokens: the same shape twice is one key a kernel, for each of the two ops with kernels."""
+    recorders = {name: Recorder(kernel) for name, kernel in vars(experts).items() if name.endswith("_kernel")}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(experts, name, recorder)
+    name = experts.size_class(shape[1])
+    for _ in range(2):
+        w = torch.empty(shape, dtype=torch.bfloat16)
+        experts.launch_transposed(w, FMT, True, launch.config(experts.TRANSPOSED_CONFIGS, TARGET, name), TARGET)
+        experts.launch_both(w, FMT, True, launch.config(experts.BOTH_CONFIGS, TARGET, name), TARGET)
+    assert {name: len(recorder.keys) for name, recorder in recorders.items()} == dict.fromkeys(recorders, 1)

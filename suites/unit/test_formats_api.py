@@ -17,7 +17,7 @@ import torch
 from fp8stack import formats, scaling
 from fp8stack.device import ARCHS, detect
 from fp8stack.formats import Format, UnsupportedDtype
-from fp8stack.kernels import cast, launch, rowwise, tensorwise
+from fp8stack.kernels import blockwise, cast, experts, launch, mxfp8, rowwise, tensorwise
 from suites.cases import FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,12 @@ OPS: dict[str, Callable[[str | torch.dtype | Format], object]] = {
     "rowwise": lambda fmt: rowwise.quantize_rowwise(X, fmt),
     "rowwise-reference": lambda fmt: rowwise.quantize_rowwise_reference(X, fmt),
     "tensorwise": lambda fmt: tensorwise.quantize_tensorwise(X, fmt),
+    "tensorwise-both": lambda fmt: tensorwise.quantize_tensorwise_both(X, fmt),
+    "experts": lambda fmt: experts.quantize_experts(X[None], fmt),
+    "experts-transposed": lambda fmt: experts.quantize_experts_transposed(X[None], fmt),
+    "experts-both": lambda fmt: experts.quantize_experts_both(X[None], fmt),
+    "blockwise": lambda fmt: blockwise.quantize_blockwise(X, fmt),
+    "mxfp8": lambda fmt: mxfp8.quantize_mxfp8(X, fmt, "floor"),
     "saturating-cast": lambda fmt: cast.cast_saturating(X, fmt),
     "decode-codes": lambda fmt: cast.decode_codes(torch.zeros(3, dtype=torch.uint8), fmt),
 }
@@ -103,10 +109,12 @@ def test_kernel_constants_are_total(target: str) -> None:
 )
 def test_compile_specs_are_total(target: str) -> None:
     """Each GPU arch has its list of production configurations, its own e4m3 first, with distinct case ids."""
-    specs = rowwise.compile_specs(target)
-    ids = [spec.case for spec in specs]
-    assert len(set(ids)) == len(ids) > 0
-    assert specs[0].fmt == ARCHS[target].e4m3
+    for family in (rowwise, tensorwise, experts, blockwise):
+        specs = family.compile_specs(target)
+        ids = [spec.case for spec in specs]
+        assert len(set(ids)) == len(ids) > 0
+        assert specs[0].fmt == ARCHS[target].e4m3
+    assert {spec.fmt for spec in mxfp8.compile_specs(target)} == {"e4m3fn", "e5m2"}
 
 
 def test_tables_survive_a_default_device() -> None:

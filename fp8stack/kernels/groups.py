@@ -30,6 +30,11 @@ def padded_rows(m: int, e: int, alignment: int) -> int:
     return (m + (alignment - 1) * e) // alignment * alignment
 
 
+def lanes(e: int) -> int:
+    """LANES of `bounds` for e groups."""
+    return 1 << (e - 1).bit_length()
+
+
 def require_offs(offs: torch.Tensor, x: torch.Tensor, alignment: int) -> None:
     """Raise ValueError for offs or an alignment that no grouped op takes. Reads no element: that would synchronise."""
     if offs.dtype != torch.int32 or offs.dim() != 1 or offs.shape[0] == 0 or offs.device != x.device:
@@ -76,3 +81,13 @@ def bounds(offs, group, M, E, LANES: tl.constexpr, ALIGNMENT: tl.constexpr):
     padded_start = tl.sum(tl.where(lanes < group, blocks, 0), 0) * ALIGNMENT
     padded_size = (size + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     return start, size, padded_start, padded_size, tl.sum(blocks, 0) * ALIGNMENT
+
+
+@jit
+def share_of_tail(group, total, padded, E):
+    """First and end row of what this group's programs clear of the rows from total to padded, both multiples of 16.
+
+    At least 128 rows, or none: so that what one program clears of a column of codes are whole lines of the cache.
+    """
+    share = tl.maximum(tl.cdiv(padded - total, 16 * E) * 16, 128)
+    return total + tl.minimum(group * share, padded - total), total + tl.minimum((group + 1) * share, padded - total)

@@ -17,12 +17,13 @@ import torch
 pytest.importorskip("triton")
 
 from fp8stack import formats
-from fp8stack.kernels import blockwise, experts, launch, mxfp8, rowwise, tensorwise
+from fp8stack.kernels import blockwise, colwise, experts, launch, mxfp8, rowwise, rowwise_grouped, tensorwise
 
 TARGET = "sm_90"
 FMT = formats.get("e4m3fn")
 TOKENS = (*range(16, 16 * 26, 16), *(17, 100, 255, 1000, 1023, 4097, 5000, 8191), *(2048, 4096, 8192, 16384))
 HIDDEN = 160
+OFFS = torch.tensor([3, 3, 16], dtype=torch.int32)
 
 
 class Recorder:
@@ -78,8 +79,26 @@ def _rowwise(tokens: int) -> object:
     return rowwise.launch_rowwise(_x(tokens, HIDDEN), FMT, True, row, TARGET)
 
 
+def _colwise(pair: bool, turned: bool = False) -> Callable[[int], object]:
+    row = launch.config(colwise.COLWISE_CONFIGS, TARGET, colwise.size_class(OFFS.shape[0]))
+
+    def call(tokens: int) -> object:
+        x = _x(HIDDEN, tokens).t() if turned else _x(tokens, HIDDEN)
+        if pair:
+            return colwise.launch_colwise_grouped_pair(x, x[:, ::2], OFFS, FMT, True, 16, row, TARGET)
+        return colwise.launch_colwise_grouped(x, OFFS, FMT, True, 16, row, TARGET)
+
+    return call
+
+
+def _rowwise_grouped(tokens: int) -> object:
+    row = launch.config(rowwise_grouped.ROWWISE_GROUPED_CONFIGS, TARGET, rowwise_grouped.size_class(OFFS.shape[0]))
+    return rowwise_grouped.launch_rowwise_grouped(_x(HIDDEN, tokens), OFFS, FMT, True, 16, row, TARGET)
+
+
 # Case -> call, and how many keys a kernel may have. Codes whose rows are tokens long are stored 16 bytes wide where 16
-# divides their number: two keys. MXFP8 also writes its scales as words where four divide the blocks: four.
+# divides their number: two keys. Rows of tokens are also read as words where two divides it: three. MXFP8 writes its
+# scales as words where four divide the blocks: four.
 CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "rowwise": (_rowwise, 1),
     "tensorwise-row": (_tensorwise("row", HIDDEN), 1),
@@ -90,6 +109,10 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "blockwise-128x128": (_blockwise("128x128", False), 1),
     "blockwise-128x1": (_blockwise("128x1", True), 2),
     "blockwise-transposed": (_blockwise("1x128", False, turned=True), 2),
+    "colwise": (_colwise(pair=False), 1),
+    "colwise-transposed": (_colwise(pair=False, turned=True), 1),
+    "colwise-pair": (_colwise(pair=True), 1),
+    "rowwise-grouped": (_rowwise_grouped, 3),
     "mxfp8-rows": (_mxfp8(1), 1),
     "mxfp8-columns": (_mxfp8(0), 4),
 }
@@ -101,7 +124,7 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
 def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over dozens of token counts each kernel is compiled for one key, or for as many as the case says."""
     recorders = []
-    for module in (rowwise, tensorwise, blockwise, mxfp8):
+    for module in (rowwise, tensorwise, blockwise, mxfp8, colwise, rowwise_grouped):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
                 recorders.append(Recorder(kernel))

@@ -136,7 +136,11 @@ def store_nan_units(
     UNIT_COLUMNS: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """store_nan_codes for the blocks of a tile (ROWS, COLUMNS) whose largest bits are not finite, if there is one."""
+    """store_nan_codes for the blocks of a tile (ROWS, COLUMNS) whose largest bits are not finite, if there is one.
+
+    UNIT_COLUMNS: a multiple of 16.
+    """
     if tl.max(tl.max(largest, axis=1), axis=0) >= 0x7F800000:
         non_finite = spread(largest, ROWS, COLUMNS, UNIT_ROWS, UNIT_COLUMNS) >= 0x7F800000
+        non_finite = tl.max_constancy(non_finite, [1, 16])  # Triton 3.6 does not see it, and would store bytes
         store_nan_codes(pointers, mask & non_finite, NAN_CODE)

@@ -283,7 +283,7 @@ def clear_rows(q, first, end, columns, N, m_pad, ROWS: tl.constexpr, PARTS: tl.c
 
 
 @jit
-def _quantize_columns(
+def quantize_columns(
     x,
     q,
     inverse_scale,
@@ -420,7 +420,7 @@ def _quantize_colwise_grouped_kernel(
         tl.store(padded_offs + group, padded_start + padded_size)
     tail, tail_end = groups.share_of_tail(group, total, m_pad_blocks * 16, E)
     tail, tail_end = tail - padded_start, tail_end - padded_start
-    _quantize_columns(
+    quantize_columns(
         x, q, inverse_scale, group, block, start, size, padded_start, padded_size, tail, tail_end, N, m_pad_blocks * 16,
         row_stride, column_stride, COLUMNS, ROWS, PARTS, HELD, C, UNIT_STRIDE, LANES_LAST, POW2,
         MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
@@ -474,13 +474,13 @@ def _quantize_colwise_grouped_pair_kernel(
     tail, tail_end = groups.share_of_tail(group, total, m_pad_blocks * 16, E)
     tail, tail_end = tail - padded_start, tail_end - padded_start
     if block < x_blocks:
-        _quantize_columns(
+        quantize_columns(
             x, x_q, x_inverse_scale, group, block, start, size, padded_start, padded_size, tail, tail_end, X_N,
             m_pad_blocks * 16, x_row_stride, x_column_stride, COLUMNS, ROWS, PARTS, HELD, C, X_UNIT_STRIDE, LANES_LAST,
             POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
     else:
-        _quantize_columns(
+        quantize_columns(
             y, y_q, y_inverse_scale, group, block - x_blocks, start, size, padded_start, padded_size, tail, tail_end,
             Y_N, m_pad_blocks * 16, y_row_stride, y_column_stride, COLUMNS, ROWS, PARTS, HELD, C, Y_UNIT_STRIDE,
             LANES_LAST, POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,

@@ -63,24 +63,37 @@ def _larger(a, b):
 
 
 @jit
-def bounds(offs, group, M, E, LANES: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Scalars of one group: start, size, padded start, padded size; and the padded end of the last group.
-
-    LANES: a power of two, at least E. The padded results are multiples of 16 to the compiler too.
-    """
+def extents(offs, M, E, LANES: tl.constexpr):
+    """start and size of every group, (LANES,). LANES: a power of two, at least E; from E on the sizes are 0."""
     lanes = tl.arange(0, LANES)
     inside = lanes < E
     before = tl.load(offs + lanes - 1, mask=inside & (lanes > 0), other=0)
     ends = tl.load(offs + lanes, mask=inside, other=0)
     starts = tl.associative_scan(tl.minimum(tl.maximum(before, 0), M), 0, _larger)
     ends = tl.maximum(starts, tl.minimum(ends, M))
-    sizes = tl.where(inside, ends - starts, 0)
+    return starts, tl.where(inside, ends - starts, 0)
+
+
+@jit
+def bounds_of(starts, sizes, group, LANES: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Scalars of one group: start, size, padded start, padded size; and the padded end of the last group.
+
+    The padded results are multiples of 16 to the compiler too.
+    """
+    lanes = tl.arange(0, LANES)
     blocks = (sizes + (ALIGNMENT - 1)) // ALIGNMENT
     start = tl.sum(tl.where(lanes == group, starts, 0), 0)
     size = tl.sum(tl.where(lanes == group, sizes, 0), 0)
     padded_start = tl.sum(tl.where(lanes < group, blocks, 0), 0) * ALIGNMENT
     padded_size = (size + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     return start, size, padded_start, padded_size, tl.sum(blocks, 0) * ALIGNMENT
+
+
+@jit
+def bounds(offs, group, M, E, LANES: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """bounds_of a group, from offs."""
+    starts, sizes = extents(offs, M, E, LANES)
+    return bounds_of(starts, sizes, group, LANES, ALIGNMENT)
 
 
 @jit

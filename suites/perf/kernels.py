@@ -21,13 +21,24 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import blockwise, colwise, experts, groups, launch, mxfp8, rowwise, tensorwise
+from fp8stack.kernels import (
+    blockwise,
+    colwise,
+    experts,
+    groups,
+    launch,
+    mxfp8,
+    rowwise,
+    rowwise_and_colwise,
+    rowwise_grouped,
+    tensorwise,
+)
 from suites.perf import timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,13 +86,21 @@ def normal(row: Row, generator: torch.Generator) -> Inputs:
     return (x.to(row.dtype),)
 
 
-def grouped(row: Row, generator: torch.Generator) -> Inputs:
-    """A normal (m, n) tensor and offs of e groups: random ends, multiples of 16, of which the last is m."""
-    m, n, e = row.shape
-    x = torch.randn((m, n), device=generator.device, dtype=torch.float32, generator=generator)
+def _normal(row: Row, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, device=generator.device, dtype=torch.float32, generator=generator).to(row.dtype)
+
+
+def random_ends(sizes: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """offs of e groups of m rows, sizes being (m, e): random ends, multiples of 16, of which the last is m."""
+    m, e = sizes
     ends = torch.randperm(m // 16 - 1, device=generator.device, generator=generator)[: e - 1] + 1
-    offs = torch.cat([ends.sort().values * 16, ends.new_full((1,), m)])
-    return x.to(row.dtype), offs.to(torch.int32)
+    return torch.cat([ends.sort().values * 16, ends.new_full((1,), m)]).to(torch.int32)
+
+
+def grouped(row: Row, generator: torch.Generator) -> Inputs:
+    """A normal (m, n) tensor and offs of e groups of its rows."""
+    m, n, e = row.shape
+    return _normal(row, (m, n), generator), random_ends((m, e), generator)
 
 
 def grouped_pair(row: Row, generator: torch.Generator) -> Inputs:
@@ -137,6 +156,21 @@ def _colwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
 def _colwise_pair_chain(inputs: Inputs, fmt: formats.Format) -> object:
     x, y, offs = inputs
     return _colwise_chain((x, offs), fmt), _colwise_chain((y, offs), fmt)
+
+
+def _turned(row: Row) -> Row:
+    m, k, e = row.shape
+    return replace(row, shape=(k, m, e))
+
+
+def _rowwise_grouped_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    x, offs = inputs
+    codes, inverse_scale = _colwise_chain((x.t(), offs), fmt)
+    return codes.t(), inverse_scale
+
+
+def _rowwise_and_colwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    return _rowwise_chain(inputs[:1], fmt), _colwise_chain(inputs, fmt)
 
 
 def _tensorwise_chain(inputs: Inputs, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,6 +293,23 @@ OPS: dict[str, Op] = {
         chain=_colwise_pair_chain,
         inputs=grouped_pair,
     ),
+    # The same tensors transposed: k in groups.
+    "rowwise_grouped": Op(
+        axes="mke",
+        tests="rowwise_grouped",
+        bytes_moved=lambda row: _colwise_bytes(_turned(row)),
+        call=lambda inputs, fmt: rowwise_grouped.quantize_rowwise_grouped(*inputs, fmt),
+        chain=_rowwise_grouped_chain,
+        inputs=lambda row, generator: (_normal(row, row.shape[:2], generator), random_ends(row.shape[1:], generator)),
+    ),
+    "rowwise_and_colwise": Op(
+        axes="mke",
+        tests="rowwise_and_colwise",
+        bytes_moved=lambda row: _colwise_bytes(row) + row.shape[0] * (row.shape[1] + 4),
+        call=lambda inputs, fmt: rowwise_and_colwise.quantize_rowwise_and_colwise(*inputs, fmt),
+        chain=_rowwise_and_colwise_chain,
+        inputs=grouped,
+    ),
     "experts": Op(
         axes="enk",
         tests="experts",
@@ -315,6 +366,8 @@ ROWS = (
     Row("tensorwise_column", (14336, 4096), torch.bfloat16, None, None),
     Row("tensorwise_both", (14336, 4096), torch.bfloat16, None, None),
     *(Row(op, shape, torch.bfloat16, bar, 0.70) for op in ("colwise", "colwise_pair") for shape, bar in _GROUPED),
+    *(Row("rowwise_grouped", (n, m, e), torch.bfloat16, 0.65, 0.85) for (m, n, e), _ in _GROUPED),
+    *(Row("rowwise_and_colwise", shape, torch.bfloat16, 0.55, 0.70) for shape, _ in _GROUPED),
     *(Row("experts", shape, torch.bfloat16, 0.92, 0.97) for shape in _EXPERTS),
     *(Row("experts_transposed", shape, torch.bfloat16, 0.57, 0.75) for shape in _EXPERTS),
     *(Row("experts_both", shape, torch.bfloat16, 0.58, 0.75) for shape in _EXPERTS),

@@ -24,7 +24,16 @@ from typing import Any
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import blockwise, colwise, experts, mxfp8, rowwise, tensorwise
+from fp8stack.kernels import (
+    blockwise,
+    colwise,
+    experts,
+    mxfp8,
+    rowwise,
+    rowwise_and_colwise,
+    rowwise_grouped,
+    tensorwise,
+)
 from suites.perf import kernels, timing
 
 MAX_THREADS = 1024
@@ -239,6 +248,29 @@ def _mxfp8_space(dim: int) -> Space:
     )
 
 
+def _rowwise_grouped_configs(shape: Shape, wave: int) -> Iterator[rowwise_grouped.RowwiseGroupedConfig]:
+    """A thread has 16 neighbouring elements, or a few times as many, of the chunk that is held."""
+    for block in (128, 256, 512, 1024, 2048):
+        for warps in (1, 2, 4, 8):
+            for elements in (16, 32, 64):
+                rows = warps * wave * elements // block
+                for threads in (512, 768, 1024) if rows else ():
+                    yield rowwise_grouped.RowwiseGroupedConfig(rows, block, warps, threads // (warps * wave), "")
+
+
+def _rowwise_and_colwise_configs(shape: Shape, wave: int) -> Iterator[rowwise_and_colwise.RowwiseAndColwiseConfig]:
+    k = shape[1]
+    for column in _colwise_configs(shape, wave):
+        if column.parts == 8 or column.columns == 128 or column.held > 1:
+            continue
+        threads = column.num_warps * wave
+        for row_rows in (1, 2, 4, 8):
+            for row_block in (1024, 2048, 4096):
+                a_chunk = row_rows * row_block / threads
+                if MIN_ELEMENTS_A_CHUNK / 2 <= a_chunk and row_rows * k / threads <= MAX_ELEMENTS_A_THREAD / 2:
+                    yield rowwise_and_colwise.RowwiseAndColwiseConfig(row_rows, row_block, **asdict(column))
+
+
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:
     return (inputs[0][:992],)
 
@@ -294,6 +326,26 @@ SPACES: dict[str, Space] = {
         lambda inputs, fmt: colwise.quantize_colwise_grouped_pair_reference(*inputs, fmt),
         _all,
         lambda shape: colwise.size_class(shape[2]),
+        ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
+    ),
+    "rowwise_grouped": Space(
+        _rowwise_grouped_configs,
+        lambda inputs, fmt, config, target: rowwise_grouped.launch_rowwise_grouped(
+            *inputs, fmt, True, 16, config, target
+        ),
+        lambda inputs, fmt: rowwise_grouped.quantize_rowwise_grouped_reference(*inputs, fmt),
+        _all,
+        lambda shape: rowwise_grouped.size_class(shape[2]),
+        ((2048, 16640, 64), (5120, 16640, 64), (5120, 16640, 128), (7168, 32768, 32)),
+    ),
+    "rowwise_and_colwise": Space(
+        _rowwise_and_colwise_configs,
+        lambda inputs, fmt, config, target: rowwise_and_colwise.launch_rowwise_and_colwise(
+            *inputs, fmt, True, 16, config, target
+        ),
+        lambda inputs, fmt: rowwise_and_colwise.quantize_rowwise_and_colwise_reference(*inputs, fmt),
+        _all,
+        lambda shape: rowwise_and_colwise.size_class(shape[2], shape[1]),
         ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
     ),
     "experts_transposed": Space(

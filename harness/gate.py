@@ -174,11 +174,23 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         return result(Verdict.FLAKY, f"attempts of one run ended differently: {told}", record.detail)
     if state == "failed":
         verdict = Verdict.OOM if any(word in record.message for word in OUT_OF_MEMORY) else Verdict.FAIL
-        phase = record.failed_phase
-        return result(verdict, record.message if phase == "call" else f"{phase}: {record.message}", record.detail)
+        message = _whole_message(record)
+        return result(
+            verdict, message if record.failed_phase == "call" else f"{record.failed_phase}: {message}", record.detail
+        )
     if state == "skipped":
         return result(Verdict.SKIP, record.message)
     return result(Verdict.PASS, "")
+
+
+def _whole_message(record: TestRecord) -> str:
+    """The failure in one line; a first line that ends in a colon is completed by the next line of the traceback."""
+    if not record.message.endswith(":"):
+        return record.message
+    lines = [line[1:].strip() for line in record.detail.splitlines() if line.startswith("E ")]
+    position = next((number for number, line in enumerate(lines) if line.endswith(record.message)), None)
+    following = lines[position + 1] if position is not None and position + 1 < len(lines) else ""
+    return f"{record.message} {following}".rstrip()
 
 
 # 2. What tests measured --------------------------------------------------------------------------------------------

@@ -433,6 +433,15 @@ def test_flaky(tmp_path: Path) -> None:
     assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.FLAKY, 1)
 
 
+def test_a_message_that_ends_in_a_colon(tmp_path: Path) -> None:
+    """A first line that only announces is completed by the next one: the summary has one line to tell what is wrong."""
+    detail = "E   AssertionError: a.s breaks a rule of machine code:\nE     widest_store_bytes is 8\nE     line 614"
+    built = good(tmp_path).test(NUMERICS_TEST, "failed", "a.s breaks a rule of machine code:")
+    built.tests[NUMERICS_TEST]["detail"] = detail
+    result = of(gate.judge(built.write()), NUMERICS_TEST)
+    assert result.message == "a.s breaks a rule of machine code: widest_store_bytes is 8"
+
+
 def test_out_of_memory(tmp_path: Path) -> None:
     """torch.OutOfMemoryError is OOM, exit 1: the test asked for too much, the host is well."""
     built = good(tmp_path).test(NUMERICS_TEST, "failed", "torch.OutOfMemoryError: CUDA out of memory")

@@ -206,6 +206,7 @@ def _describe(
         "versions": versions,
         "capabilities": json.loads(machine.to_json()),
         "environment": dict(request.env_overrides),
+        "ignored_environment": sorted(name for name in platforms.NEVER_SET if name in os.environ),
         "host": {
             "name": host.node(),
             "system": host.platform(),

@@ -71,8 +71,9 @@ def checkout(folder: Path, end: str = "pass") -> Path:
     return tiny_checkout.make(folder, {"numerics/test_a": THREE.format(end=end)})
 
 
-def test_a_run_leaves_its_evidence(tmp_path: Path) -> None:
+def test_a_run_leaves_its_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """run.json, journal, log and what to judge with; two suites side by side in one journal."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
     root = checkout(tmp_path)
     tiny_checkout.make(tmp_path, {"codegen/test_c": "def test_c(): pass\n"}, ["numerics/test_a::test_first"])
     (root / "baselines" / "gfx942").mkdir()
@@ -94,6 +95,7 @@ def test_a_run_leaves_its_evidence(tmp_path: Path) -> None:
     assert described["policy"] == "main"
     assert described["versions"]["torch"] == "2.13.0+cpu"
     assert described["commit"] is None  # no git here
+    assert described["ignored_environment"] == ["PYTEST_ADDOPTS"]
     assert described["finished"] >= described["started"]
     assert {job["lane"] for job in described["jobs"]} == {0, 1}
     copies = {str(path.relative_to(out / "judged-with")) for path in (out / "judged-with").rglob("*") if path.is_file()}
@@ -129,7 +131,7 @@ def test_a_test_process_that_dies(end: str, rc: int | None, by_signal: str | Non
 def test_a_deadline(end: str, tmp_path: Path) -> None:
     """A test that never ends is ended, and the journal says by whom."""
     began = time.monotonic()
-    _, told = read(run.execute(request(checkout(tmp_path, end), deadline=1.5)))
+    _, told = read(run.execute(request(checkout(tmp_path, end), deadline=2.5)))
     assert time.monotonic() - began < 12
     assert states(told)["test_first"] == "passed"
     assert states(told)["test_second"] == "running"

@@ -344,7 +344,10 @@ class _CodegenJudge:
         self.loaded: dict[str, baselines.CodegenBaseline | None] = {}
         for arch in found.platform.codegen_archs:
             self._load(arch)
-        self.versions: set[str] = set()
+        # The run's own Triton counts too: a suite that stops writing evidence altogether must not escape its rows.
+        versions = found.run.get("versions")
+        triton = str(versions.get("triton") or "") if isinstance(versions, Mapping) else ""
+        self.versions: set[str] = {baselines.minor_version(triton)} if triton else set()
 
     def _load(self, arch: str) -> baselines.CodegenBaseline | None:
         if arch not in self.loaded:

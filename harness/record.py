@@ -86,6 +86,8 @@ def run_all(
     say(f"recording {', '.join(suites)} on {platform.id}: run 0, as configured")
     first = execute(tuple(suites), {}, (), "run-0")
     check(first)
+    if gate.read_run(first).get("dirty"):
+        say("the checkout has local changes: the rows will say `dirty`, and their commit is not what ran")
     sources = [Source(first)]
     if "loss" not in suites:
         return sources

@@ -263,10 +263,6 @@ def test_measured_nothing(tmp_path: Path) -> None:
     """A test that passes and stops writing its evidence is a gate gone blind: MISSING for the recorded row."""
     for test_id, what in ((LOSS_TEST, "loss curve"), (CODEGEN_TEST, "machine code")):
         built = good(tmp_path / what.split()[0])
-        if test_id == CODEGEN_TEST:
-            # Another kernel still reports, so the Triton version of this run is known.
-            other = CODEGEN_TEST.replace("k7168", "k2048")
-            built.isa(isa_file(case=other.partition("[")[2][:-1]), other)
         built.test(test_id)
         judgement = gate.judge(built.write())
         (blind,) = [result for result in judgement.results if "was not measured" in result.message]

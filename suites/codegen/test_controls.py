@@ -6,7 +6,12 @@ bits, compiled like the product's kernels; its good twin stands beside it and mu
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -215,3 +220,20 @@ def test_archs_in_turn() -> None:
             block = {"gfx942": 16384, "gfx950": 32768}[order[0]]
             code = machine_code(_cast_spec("turn", arch, block=block), arch)
             assert code.facts["fp8_encode"] == "native-f32", f"{arch} in the order {order}"
+
+
+def _digests(folder: str) -> list[str]:
+    os.environ["TRITON_CACHE_DIR"] = folder
+    specs = [_cast_spec("cache", "gfx942", block=2048), _atomic_spec("relaxed")]
+    return [machine_code(spec, "gfx942").listing.digest for spec in specs]
+
+
+def test_processes_share_a_cache(tmp_path: Path) -> None:
+    """Four processes that compile the same kernels into one fresh folder all get the same code (triton#2688, #4295)."""
+    with warnings.catch_warnings(), ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking beside threads
+        for turn in range(2):
+            folder = tmp_path / str(turn)
+            first, *others = [future.result(120) for future in [pool.submit(_digests, str(folder)) for _ in range(4)]]
+            assert others == [first] * 3
+            assert any(folder.iterdir()), "the compiler did not use the folder"

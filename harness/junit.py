@@ -106,10 +106,12 @@ def _suite(suite: str, platform: str, judgement: Judgement, run: Mapping[str, An
     for name, value in _suite_properties(run):
         element.add_property(name, value)
     used: set[str] = set()
-    for result in judgement.results:
-        if result.suite == suite:
-            name = _unique(case_name(result.id), used)
-            element.add_testcase(_case(result, name, class_name(suite, platform)))
+    mine = [result for result in judgement.results if result.suite == suite]
+    names = [_unique(case_name(result.id), used) for result in mine]
+    # All at once: junitparser's add_testcase counts the whole suite again for each case, which is quadratic.
+    element.add_testcases(
+        [_case(result, name, class_name(suite, platform)) for result, name in zip(mine, names, strict=True)]
+    )
     return element
 
 

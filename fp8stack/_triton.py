@@ -128,12 +128,9 @@ def _version(text: str) -> tuple[int, int]:
 TRITON_VERSION: tuple[int, int] | None = None if triton is None else _version(triton.__version__)
 """(major, minor) of the installed Triton, None without it. Listings and baselines are kept per minor version."""
 
-INTERPRETING: bool = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in (
-    "1",
-    "true",
-    "yes",
-    "on",
-)
+# What Triton itself takes for true.
+_TRUE = ("1", "y", "yes", "on", "true")
+INTERPRETING: bool = triton is not None and os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 """Whether kernels run in Triton's interpreter: decided by the environment at the first import, for good."""
 
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}

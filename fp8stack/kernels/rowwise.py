@@ -95,8 +95,8 @@ ROWWISE_CONFIGS: dict[tuple[str, str], RowwiseConfig] = {
     # The interpreter runs program after program in Python: many rows at once, and few chunks, but more than one.
     **_rows_of(
         ("cpu",),
-        *(RowwiseConfig(min(128, 2**19 // limit), max(limit // 2, 512), 1, _INTERPRETER) for limit in _ROW_LIMITS),
-        RowwiseConfig(16, 8192, 1, _INTERPRETER),
+        *(RowwiseConfig(min(64, 2**16 // limit), max(limit // 2, 512), 1, _INTERPRETER) for limit in _ROW_LIMITS),
+        RowwiseConfig(2, 16384, 1, _INTERPRETER),
     ),
 }
 

@@ -435,6 +435,7 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
     if not path.exists():
         what = f"baselines/{found.platform.id}/manifest.txt does not exist: nothing says which tests must run here"
         if found.platform.calibrated:
+            what += f"; write it: `fp8ci baseline record --platform {found.platform.id} --manifest`"
             return [deaths.suite_result(found.suites[0], "manifest", Verdict.NO_BASELINE, what)]
         notes.append(what)
         return []

@@ -313,7 +313,7 @@ def test_record_a_manifest(checkout: Path, capsys: pytest.CaptureFixture[str]) -
     assert record(checkout, *arguments, "--out", str(checkout / "r2")) == 2
     assert path.read_text() == before
     assert "makes the gate more tolerant" in capsys.readouterr().err
-    assert record(checkout, *arguments, "--out", str(checkout / "r3"), "--loosen", "b is gone for good") == 0
+    assert record(checkout, *arguments, "--from", str(checkout / "r2/run-0"), "--loosen", "b is gone for good") == 0
     assert IDS[1] not in path.read_text()
     log = (checkout / "baselines/LOG.md").read_text()
     assert "Reason: b is gone for good" in log

@@ -39,8 +39,8 @@ import torch
 import torch.nn.functional as F
 
 from fp8stack import device as devices
-from fp8stack.data import GENERATOR_VERSION, Batch, SyntheticTokens, random_bits
-from fp8stack.linear import RECIPES, Conversion, convert_to_float8
+from fp8stack.data import GENERATOR_VERSION, Batch, SyntheticTokens, random_bits, random_signs
+from fp8stack.linear import RECIPES, Conversion, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines
 from fp8stack.models import HIGH_PRECISION, MODELS, Transformer, model_named
 
@@ -71,7 +71,7 @@ class NonFiniteError(RuntimeError):
 # -------------------------------------------------------------------------------------------------------- configuration
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run. Fields above the line change its numerics and make up `hash`; the others do not."""
+    """Everything that decides a run. Fields above the line change its numerics and make up `hash`; others do not."""
 
     model: str = "llama3-tiny"
     recipe: str = BF16
@@ -151,7 +151,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 # -------------------------------------------------------------------------------------------------------------- results
 @dataclass(frozen=True)
 class StepRecord:
-    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; counts of FP8 codes."""
+    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; FP8 code counts."""
 
     step: int
     loss: float
@@ -228,7 +228,7 @@ class Trainer:
             fused=True,
         )
         self.data = SyntheticTokens(size.vocab, config.seq, config.seed)
-        self.digests = GradientDigests(self.model)
+        self.digests = GradientDigests(self.model, random_signs)
 
     def run(self, on_step: Callable[[StepRecord], None] | None = None) -> Result:
         """All steps of the configuration. NonFiniteError stops it."""
@@ -253,24 +253,28 @@ class Trainer:
         batch = self.data.batch(step - 1, self.config.batch)
         self.optimiser.zero_grad(set_to_none=True)
         loss = self._loss(batch)
-        if not math.isfinite(loss.item()):
+        value = _float32(loss.item())
+        if not math.isfinite(value):
             raise self._blame(step, "the loss", batch)
         loss.backward()
         if step in DIGEST_STEPS:
             result.digests[str(step)] = self.digests.take()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip, foreach=True).item()
+        norm = global_norm(self.model)
         if not math.isfinite(norm):
             raise self._blame(step, "the gradient norm", batch)
+        if norm > self.config.clip:
+            torch._foreach_mul_([p.grad for p in self.model.parameters()], self.config.clip / norm)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
         saturated, nan = self.counter.take()
-        return StepRecord(step, loss.item(), norm, saturated, nan)
+        return StepRecord(step, value, norm, saturated, nan)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        """Sum over valid tokens / number of valid tokens, float32 ()."""
+        """Sum over valid tokens / number of valid tokens, () in the wide dtype."""
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
-        logits = self.model(tokens).float()
+        logits = self.model(tokens)
+        logits = logits.to(wide_dtype(logits))
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
         valid = (labels != IGNORED_LABEL).sum().clamp(min=1)  # a batch without a valid token has loss 0, not 0/0
         return total / valid
@@ -292,7 +296,8 @@ class Trainer:
         for name, module in self.model.named_modules():
             if name and not list(module.children()):
                 handles.append(module.register_forward_hook(watch(name, "its output")))
-                handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
+                if not isinstance(module, torch.nn.Embedding):  # tokens have no gradient
+                    handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
         try:
             self.optimiser.zero_grad(set_to_none=True)
             self._loss(batch).backward()
@@ -308,6 +313,18 @@ class Trainer:
 def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None) -> Result:
     """Train `config` from scratch in this process; `on_step` gets each record as it is made."""
     return Trainer(config).run(on_step)
+
+
+def _float32(value: float) -> float:
+    """The nearest float32, as reported: the last bits of a float64 sum depend on its order."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+@torch.no_grad()
+def global_norm(model: torch.nn.Module) -> float:
+    """2-norm over all gradients: squares summed in float64, the root rounded to float32."""
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    return _float32(torch.stack(squares).sum().sqrt().item())
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ def encode(x: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
 @functools.cache
 def _codes_of_halves(fmt: Format) -> torch.Tensor:
     """uint8 (65536,): the code of the float32 whose upper half is the index and whose lower half is zero."""
-    return _encode_bits((torch.arange(65536, dtype=torch.int32) << 16).view(torch.float32), fmt)
+    return _encode_bits((torch.arange(65536, dtype=torch.int32, device="cpu") << 16).view(torch.float32), fmt)
 
 
 def _encode_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -222,7 +222,7 @@ def _value(fmt: Format, code: int) -> float:
 @functools.cache
 def _values(fmt: Format) -> torch.Tensor:
     """float32 (256,) on the CPU: what each code stands for."""
-    return torch.tensor([_value(fmt, code) for code in range(256)], dtype=torch.float32)
+    return torch.tensor([_value(fmt, code) for code in range(256)], dtype=torch.float32, device="cpu")
 
 
 def decode(codes: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:

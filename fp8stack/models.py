@@ -77,7 +77,7 @@ class Llama:
 # tiny is this project's own, for CPUs; debug is torchtitan's debug model; the others are Meta's Llama 3 and 3.1 (1b:
 # 3.2, whose released weights tie head and embedding; here they are two tensors).
 MODELS: dict[str, Llama] = {
-    "llama3-tiny": Llama(dim=128, layers=4, heads=4, kv_heads=2, ffn=352, vocab=768),
+    "llama3-tiny": Llama(dim=128, layers=4, heads=2, kv_heads=1, ffn=352, vocab=768),
     "llama3-debug": Llama(dim=256, layers=6, heads=16, kv_heads=16, ffn=768, vocab=2048),
     "llama3-1b": Llama(dim=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256),
     "llama3-8b": Llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256),

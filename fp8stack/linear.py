@@ -230,15 +230,17 @@ def _gemm(
 ) -> torch.Tensor:
     """(L,C) codes times (R,C) codes -> (L,R). Of a row and a tensor scale, the single one is expanded.
 
-    torch's product with row scales gives bf16 only: where that backend runs, a float32 layer gets bf16 values.
+    Where torch's product runs, a float32 layer gets bf16 values with row scales, and its bias is added afterwards: that
+    product gives float32 with tensor scales only, and never with a bias.
     """
     (a, inverse_a), (b, inverse_b) = left, right
     if inverse_a.ndim != inverse_b.ndim:
         inverse_a = inverse_a.expand(a.shape[0]).contiguous()
         inverse_b = inverse_b.expand(b.shape[0]).contiguous()
-    if out_dtype == torch.float32 and inverse_a.ndim and choose_backend(a, b.t()) == "torch":
-        bias = None if bias is None else bias.to(torch.bfloat16)
-        return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=torch.bfloat16, bias=bias).to(out_dtype)
+    if out_dtype == torch.float32 and choose_backend(a, b.t()) == "torch":
+        inner = torch.bfloat16 if inverse_a.ndim else torch.float32
+        y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner).to(out_dtype)
+        return y if bias is None else y + bias
     return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias)
 
 

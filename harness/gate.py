@@ -271,7 +271,7 @@ class _LossJudge:
         if reference is None:
             return _overridden(result, Verdict.NO_BASELINE, f"{evidence.case} has no run 0 (nudge 0, as configured)")
         spread = [bands.Curve.of_run(run) for run in same if run is not reference]
-        nudged = sum(run.nudge > 0 for run in same)
+        nudged = bands.counted(reference, same)
         return self._apply(
             result, bands.compare(bands.Curve.of_evidence(evidence), bands.Curve.of_run(reference), spread, nudged)
         )

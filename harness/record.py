@@ -282,7 +282,12 @@ def _merge_case(case: str, before: list[LossRun], fresh: list[LossRun], change: 
     if baselines.reference_run(merged) is None:
         what = f"{case} has no run as configured"
         raise MissingError(what, "run 0 without a nudge", f"record one without {NUDGE_VARIABLE}")
-    change.told.append(f"{case}: {len(added)} runs added, {len(merged)} in all")
+    reference = baselines.reference_run(merged)
+    assert reference is not None
+    told = (
+        f"{case}: {len(added)} runs added, {len(merged)} in all, {bands.counted(reference, merged)} count for the band"
+    )
+    change.told.append(told)
     if same and added:
         change.loosened.extend(f"{case}: {text}" for text in _wider(same, merged))
     return merged
@@ -308,7 +313,7 @@ def _limits(rows: Sequence[LossRun]) -> dict[str, float]:
     if reference is None:
         return {}
     spread = [bands.Curve.of_run(row) for row in rows if row is not reference]
-    nudged = sum(row.nudge > 0 for row in rows)
+    nudged = bands.counted(reference, rows)
     limits: dict[str, float] = {}
     for metric in ("loss", "grad_norm"):
         found = bands.limits(metric, bands.Curve.of_run(reference), spread, nudged)
@@ -457,7 +462,8 @@ def lint(root: Path) -> list[str]:
         for case in sorted({row.case for row in baseline.rows}):
             rows = baseline.of_case(case)
             where = f"{platform.id}/{baselines.LOSS_FILE}: {case}"
-            if baselines.reference_run(rows) is None:
+            reference = baselines.reference_run(rows)
+            if reference is None:
                 problems.append(f"{where} has no run 0")
             if not any(row.nudge for row in rows):
                 problems.append(f"{where} has no nudged run, so its band is the floor")

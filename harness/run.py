@@ -351,7 +351,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _git(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it); None for both outside git."""
+    """(commit, whether the tree differs from it). Outside git the commit is GITHUB_SHA, or None, and so the second."""
 
     def ask(*arguments: str) -> str | None:
         try:
@@ -367,7 +367,9 @@ def _git(root: Path) -> tuple[str | None, bool | None]:
         return answer.stdout.strip() if answer.returncode == 0 else None
 
     commit = ask("rev-parse", "HEAD")
-    changes = ask("status", "--porcelain") if commit else None
+    if not commit:  # a checkout copied without its .git
+        return os.environ.get("GITHUB_SHA") or None, None
+    changes = ask("status", "--porcelain")
     return commit, None if changes is None else bool(changes)
 
 

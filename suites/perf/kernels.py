@@ -16,6 +16,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -166,7 +167,7 @@ def provenance(where: torch.device, found: device.Detected) -> dict[str, object]
         smi = line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={where.index or 0}")
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": line("git", "rev-parse", "HEAD"),
+        "commit": line("git", "rev-parse", "HEAD") or os.environ.get("GITHUB_SHA"),
         "device_name": torch.cuda.get_device_name(where),
         "arch": found.arch.name,
         "target": found.target.name,

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -398,8 +398,16 @@ def _check_memory(config: TrainConfig, device: torch.device) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ CLI
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors: one line, like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for anything it cannot parse."""
+        raise ConfigError(f"{message}; expected the options that --help lists; correct the command")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m fp8stack.train", description="Train a model; one JSON line a step.", allow_abbrev=False
     )
     for entry in dataclasses.fields(TrainConfig):
@@ -427,9 +435,9 @@ def _open_metrics(out: Path | None) -> JsonLines:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, train, print. Returns the exit code."""
-    arguments = vars(_parser().parse_args(argv))
-    out = arguments.pop("out")
     try:
+        arguments = vars(_parser().parse_args(argv))
+        out = arguments.pop("out")
         trainer = Trainer(TrainConfig(**arguments))
         metrics = _open_metrics(out)
     except (ConfigError, devices.UnknownArch) as error:

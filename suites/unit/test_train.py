@@ -197,6 +197,8 @@ BAD = {
     "batch": (["--batch", "-1"], "--batch"),
     "lr": (["--lr", "nan"], "--lr"),
     "clip": (["--clip", "0"], "--clip"),
+    "number": (["--seq", "many"], "--seq"),
+    "option": (["--recepie", "rowwise"], "--recepie"),
     "device": (["--device", "tpu"], "--device"),
     "memory": (["--model", "llama3-405b", "--device", "cpu"], "llama3-405b"),
     "out": (["--out", "/dev/null/x"], "--out"),

@@ -6,9 +6,11 @@ One readable path, no registry and no callbacks. A run is a pure function of its
 tokens and nudges come from integers (data.py), the order of operations is fixed, nothing reads the clock or torch's
 generators, so a rerun on one machine gives the same bits.
 
-Two machines do not, and a baseline must know how far apart two harmless runs may be. `--nudge i` makes a harmless
-difference: it flips the last mantissa bit of one in a thousand float32 initial weights, chosen by i. Run 0 is the
-configuration as it is.
+Two machines may not, and a baseline must know how far apart two harmless runs may be. `--nudge i` makes a harmless
+difference: it flips a mantissa bit of one in a thousand initial weights, chosen by i: the last one that bf16, the dtype
+of the products, keeps. (The last bit of the float32 master is rounded away before the first product: such runs came
+out identical to run 0, bit by bit.) So run i begins where a harmless change of an operation's order leads: a few
+results in a thousand at the other bf16 neighbour. Run 0 is the configuration as it is.
 
 A non-finite loss or gradient norm stops the run before the optimiser sees it. The step is then repeated with a watch
 on every module (the run is deterministic, so it fails the same way) and the first module whose output, or failing
@@ -49,6 +51,8 @@ DIGEST_STEPS = (1, 2, 3)
 IGNORED_LABEL = -100
 # One in so many weights is nudged.
 NUDGE_PERIOD = 1000
+# The last mantissa bit of bf16, counted in float32.
+NUDGED_BIT = 16
 # float32 weight, gradient and two AdamW moments.
 BYTES_A_PARAMETER = 16
 
@@ -329,9 +333,9 @@ def global_norm(model: torch.nn.Module) -> float:
 
 @torch.no_grad()
 def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
-    """Flip the last mantissa bit of one in a thousand float32 weights, chosen by `nudge` (0: none). Returns how many.
+    """Flip the last mantissa bit that bf16 keeps of one in a thousand float32 weights, chosen by `nudge` (0: none).
 
-    Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers only, so the same
+    Returns how many. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers only, so the same
     elements everywhere.
     """
     if nudge == 0:
@@ -344,7 +348,7 @@ def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
             )
         chosen = random_bits(nudge, f"nudge/{name}", torch.arange(parameter.numel())) % NUDGE_PERIOD == 0
         bits = parameter.detach().view(torch.int32).view(-1)
-        bits ^= chosen.to(device=bits.device, dtype=torch.int32)
+        bits ^= chosen.to(device=bits.device, dtype=torch.int32) << NUDGED_BIT
         flipped += int(chosen.sum())
     return flipped
 

@@ -4,7 +4,7 @@ A baseline is only as good as the run behind it, so evidence with a failed test 
 of a broken build as run 0. For the loss suite one recording is several runs, as the band is made from their spread:
 
     run 0          as configured: the reference
-    nudged 1..N    FP8STACK_NUDGE=i: the last mantissa bit of one in a thousand initial weights flipped, seeded by i
+    nudged 1..N    FP8STACK_NUDGE=i: the last bf16 mantissa bit of one in a thousand initial weights flipped, by i
     variants       a row of VARIANTS each: other thread counts, a lower instruction set (CPU only)
 
 Recording over what exists *adds* runs of the same configuration. Whatever makes the gate more tolerant needs a reason

@@ -154,7 +154,8 @@ class _JobMaker:
         execution = platforms.EXECUTION[self.platform.vendor, suite]
         own_workers = any(item.startswith(("-n", "--numprocesses", "--dist")) for item in self.pytest_args)
         argv = [sys.executable, "-m", "pytest", f"suites/{suite}", "--rootdir", str(self.root)]
-        argv += ["-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
+        # Hypothesis's plugin costs a second a process, and no suite that is gated draws its inputs from it.
+        argv += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-q", "--tb=short", "-rfE"]
         # One broken file must not take the results of the others along: it is red by itself, and its ids are missing.
         argv += ["--continue-on-collection-errors", *_plugin(), "--fp8-suite", suite, *self.options]
         if self.collect_only:

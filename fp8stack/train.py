@@ -335,8 +335,8 @@ def global_norm(model: torch.nn.Module) -> float:
 def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
     """Flip the last mantissa bit that bf16 keeps of one in a thousand float32 weights, chosen by `nudge` (0: none).
 
-    Returns how many. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers only, so the same
-    elements everywhere.
+    Returns how many. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers
+    only, so the same elements everywhere.
     """
     if nudge == 0:
         return 0

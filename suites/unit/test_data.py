@@ -28,9 +28,11 @@ def test_golden_tokens() -> None:
 
 def test_key_of_is_fnv1a() -> None:
     """Published vectors of 32-bit FNV-1a."""
-    assert {
-        text: key_of(text) for text in ("", "a", "foobar")
-    } == {"": 0x811C9DC5, "a": 0xE40C292C, "foobar": 0xBF9CF968}
+    assert {text: key_of(text) for text in ("", "a", "foobar")} == {
+        "": 0x811C9DC5,
+        "a": 0xE40C292C,
+        "foobar": 0xBF9CF968,
+    }
 
 
 def test_bits_are_even() -> None:

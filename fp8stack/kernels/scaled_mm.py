@@ -5,8 +5,8 @@
 Backends, of which a table picks one (BACKENDS) and `launch.recording()` tells which it was:
 
     torch       torch._scaled_mm: hipBLASLt or Composable Kernel on ROCm, cuBLAS or CUTLASS on CUDA
-    reference   any device: decode to float32, multiply in float32, then one inverse scale, the other, the bias, and one
-                rounding
+    reference   any device: decode, multiply with float64 sums rounded to float32, then one inverse scale, the other,
+                the bias, and one rounding
     simulated   for a format that the hardware lacks, only while FP8STACK_ARCH asks for it: the codes decoded to bf16,
                 which holds every FP8 value exactly, and a bf16 product with float32 output; then as the reference
 
@@ -114,7 +114,10 @@ def scaled_mm_reference(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification, in plain torch. Any sizes; inverse scales (), (M,) and (N,); the rest as scaled_mm."""
-    product = formats.decode(a, a.dtype) @ formats.decode(b, b.dtype)
+    # float64: a sum of e4m3 products is exact there and one of e5m2 nearly, so the order of accumulation does not show:
+    # the same bits on every CPU, vector width and thread count.
+    left, right = (formats.decode(x, x.dtype).to(torch.float64) for x in (a, b))
+    product = (left @ right).to(torch.float32)
     return _descale(product, inverse_scale_a, inverse_scale_b, bias, out_dtype)
 
 

@@ -97,7 +97,9 @@ def lanes(
     `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else. On a GPU there is
     one lane: two suites at once would share the device.
     """
-    available = cores or usable_cores()
+    asked = (environment or {}).get("OMP_NUM_THREADS", "")
+    # Processes with threads of their own get cores of their own: two of two on two cores take thirty times as long.
+    available = max(1, (cores or usable_cores()) // (int(asked) if asked.isdigit() and int(asked) else 1))
     work = {suite: _work(root, platform, suite, case) for suite in suites}
     count = min(len(suites), available) if platform.vendor == "cpu" else 1
     laid: list[list[str]] = [[] for _ in range(max(1, count))]

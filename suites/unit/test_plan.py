@@ -91,7 +91,9 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert job.environment["A"] == "b"
         assert not {"PYTHONHASHSEED", "PYTEST_ADDOPTS"} & job.environment.keys()
     (((alone,),)) = jobs(root, ("numerics",), environment={"OMP_NUM_THREADS": "7"})
-    assert alone.environment["OMP_NUM_THREADS"] == "7"
+    assert (alone.environment["OMP_NUM_THREADS"], alone.workers) == ("7", 1)
+    (((shared,),)) = jobs(root, ("numerics",), environment={"OMP_NUM_THREADS": "2"}, cores=8)
+    assert (shared.environment["OMP_NUM_THREADS"], shared.workers) == ("2", 4)
 
 
 def test_the_callers_workers_win(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from fp8stack import device
 from fp8stack.device import Detected
 from fp8stack.formats import UnsupportedDtype
+from fp8stack.kernels.scaled_mm import scaled_mm
 from fp8stack.linear import RECIPES, Float8Linear, convert_to_float8
 from fp8stack.metrics import CodeCounter
 from fp8stack.models import HIGH_PRECISION, MODELS, Transformer
@@ -78,6 +79,46 @@ def test_filter_name_that_matches_nothing(name: str) -> None:
     """A filter name that matches no linear is an error that names it; a part of a component does not match."""
     with pytest.raises(ValueError, match=rf"'{name}' matches no linear.*big"):
         convert_to_float8(Three(), "rowwise", filter=(name,), detected=simulated("cpu"))
+
+
+# The recipes as they are specified, typed: left and right operand of output, grad input and grad weight; powers of two.
+RECIPE_TABLE = {
+    "tensorwise": (
+        ("tensor e4m3", "tensor e4m3"),
+        ("tensor e5m2", "tensor e4m3"),
+        ("tensor e5m2", "tensor e4m3"),
+        False,
+    ),
+    "rowwise": (("row e4m3", "row e4m3"), ("row e4m3", "row e4m3"), ("row e4m3", "row e4m3"), True),
+    "rowwise_with_gw_hp": (("row e4m3", "row e4m3"), ("row e4m3", "tensor e4m3"), None, True),
+}
+
+
+def test_recipe_table() -> None:
+    """The recipes are those of the specification: every other test takes them as they are and would follow a change."""
+    assert list(RECIPE_TABLE) == list(RECIPES) == [recipe.name for recipe in RECIPES.values()]
+    for name, recipe in RECIPES.items():
+        gemms = [
+            None if gemm is None else tuple(f"{cast.granularity} {cast.kind}" for cast in (gemm.left, gemm.right))
+            for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight)
+        ]
+        assert RECIPE_TABLE[name] == (*gemms, recipe.pow2), name
+
+
+def test_operands_get_the_formats_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three products of a tensorwise layer on MI300X get e4m3fnuz, and e5m2fnuz for the gradient alone."""
+    pairs = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *scales: object, **options: object) -> torch.Tensor:
+        pairs.append((a.dtype, b.dtype))
+        return scaled_mm(a, b, *scales, **options)
+
+    monkeypatch.setattr("fp8stack.linear.scaled_mm", watched)
+    model = nn.Sequential(nn.Linear(32, 16))
+    convert_to_float8(model, "tensorwise", detected=simulated("gfx942"))
+    model(torch.ones(16, 32, requires_grad=True)).sum().backward()
+    e4m3, e5m2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    assert pairs == [(e4m3, e4m3), (e5m2, e4m3), (e5m2, e4m3)]
 
 
 def test_unknown_recipe() -> None:

@@ -81,6 +81,9 @@ def random_bits(seed: int, stream: str, index: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int64 tensor of `index`'s shape and device, values in [0, 2^32).
+
+    Raises:
+        ValueError: another dtype of index, which would overflow silently.
     """
     if index.dtype != torch.int64:
         raise ValueError(f"index has dtype {index.dtype}; random_bits takes int64; convert it with .long()")
@@ -107,9 +110,12 @@ class SyntheticTokens:
     """The language of this file's header.
 
     Args:
-        vocab: vocabulary size of the model, at least 2.
-        seq: tokens a sample.
-        seed: which text.
+        vocab: vocabulary size of the model, at least RING.
+        seq: tokens a sample, at least 1.
+        seed: which text, in [0, 2^32).
+
+    Raises:
+        ValueError: vocab or seq is smaller.
     """
 
     entropy_floor_nats: float = 1.875 * math.log(2.0)

@@ -305,6 +305,9 @@ class Float8Linear(nn.Module):
         weight: (N,K) parameter, any float dtype; cast to the input's dtype, then to FP8.
         bias: (N) parameter or None, added in float32 before the one rounding.
         plan: recipe and formats.
+
+    Raises:
+        ValueError: N or K is not a multiple of 16, by name.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, plan: Plan) -> None:
@@ -320,7 +323,10 @@ class Float8Linear(nn.Module):
         self.plan = plan
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) bf16 or fp32 -> (..., N) in x's dtype."""
+        """x (..., K) bf16 or fp32, any strides -> (..., N) in x's dtype.
+
+        Raises ValueError for another K, UnsupportedDtype for another dtype.
+        """
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"input has {x.shape[-1]} features in its last dimension; this layer takes {self.in_features}; "
@@ -388,6 +394,7 @@ def convert_to_float8(
 
     Raises:
         ValueError: unknown recipe; a filter name that matches no linear; nothing left to convert.
+        UnknownArch: the device, or FP8STACK_ARCH, has no row of formats.
     """
     chosen = recipe_named(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -73,28 +73,33 @@ class NonFiniteError(RuntimeError):
 
 
 # -------------------------------------------------------------------------------------------------------- configuration
+def _option(default: Any, told: str, hashed: bool = True) -> Any:
+    """A field of TrainConfig: its default, what --help says of it, and whether it is part of the hash."""
+    return field(default=default, metadata={"help": told, "hashed": hashed})
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that decides a run. Fields above the line change its numerics and make up `hash`; others do not."""
 
-    model: str = "llama3-tiny"
-    recipe: str = BF16
-    steps: int = 100
-    seed: int = 0
-    batch: int = 8  # sequences a step
-    seq: int = 128  # tokens a sequence
-    lr: float = 3e-3  # at the end of the warm-up
-    min_lr_ratio: float = 0.1  # of lr, at the last step
-    warmup: int = 10  # steps
-    schedule: str = "cosine"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # on matrices only
-    clip: float = 1.0  # largest global gradient norm
+    model: str = _option("llama3-tiny", f"one of: {', '.join(MODELS)}")
+    recipe: str = _option(BF16, f"one of: {', '.join((BF16, *RECIPES))}")
+    steps: int = _option(100, "optimiser steps")
+    seed: int = _option(0, "of weights and text")
+    batch: int = _option(8, "sequences a step")
+    seq: int = _option(128, "tokens a sequence")
+    lr: float = _option(3e-3, "learning rate at the end of the warm-up")
+    min_lr_ratio: float = _option(0.1, "of lr, at the last step of the cosine")
+    warmup: int = _option(10, "steps of linear warm-up")
+    schedule: str = _option("cosine", "after the warm-up: cosine or constant")
+    beta1: float = _option(0.9, "of AdamW")
+    beta2: float = _option(0.95, "of AdamW")
+    eps: float = _option(1e-8, "of AdamW")
+    weight_decay: float = _option(0.1, "on matrices only")
+    clip: float = _option(1.0, "largest global gradient norm")
     # ---- not in the hash
-    nudge: int = field(default=0, metadata={"hashed": False})
-    device: str = field(default="auto", metadata={"hashed": False})
+    nudge: int = _option(0, "which harmless change of the initial weights; 0: none", hashed=False)
+    device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, with one line that names the option."""
@@ -203,7 +208,10 @@ class Result:
 
 # -------------------------------------------------------------------------------------------------------------- trainer
 class Trainer:
-    """A model, an optimiser and a stream of tokens, ready for step 1. `run` below is the usual way in."""
+    """A model, an optimiser and a stream of tokens, ready for step 1. `run` below is the usual way in.
+
+    Raises ConfigError where the device is not here or too small, UnknownArch where it has no row of formats.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -315,7 +323,10 @@ class Trainer:
 
 
 def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None) -> Result:
-    """Train `config` from scratch in this process; `on_step` gets each record as it is made."""
+    """Train `config` from scratch in this process; `on_step` gets each record as it is made.
+
+    Raises as Trainer does, and NonFiniteError where a loss or a gradient norm is not finite.
+    """
     return Trainer(config).run(on_step)
 
 
@@ -336,7 +347,7 @@ def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
     """Flip the last mantissa bit that bf16 keeps of one in a thousand float32 weights, chosen by `nudge` (0: none).
 
     Returns how many. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers
-    only, so the same elements everywhere.
+    only, so the same elements everywhere. Raises ValueError for a parameter that is not float32.
     """
     if nudge == 0:
         return 0
@@ -412,14 +423,18 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m fp8stack.train", description="Train a model; one JSON line a step.", allow_abbrev=False
+        prog="python -m fp8stack.train",
+        description="Train a model on a synthetic language; one JSON line a step (loss, gradient norm, code counts).",
+        epilog=f"{devices.OVERRIDE}=gfx942 trains with the formats of that arch on any machine. Exit codes: 0 done, "
+        "1 stopped by a non-finite value, 2 bad input.",
+        allow_abbrev=False,
     )
     for entry in dataclasses.fields(TrainConfig):
         parser.add_argument(
             f"--{entry.name.replace('_', '-')}",
             type={"int": int, "float": float, "str": str}[str(entry.type)],
             default=entry.default,
-            help=f"default: {entry.default}",
+            help=f"{entry.metadata['help']} (default: {entry.default})",
         )
     parser.add_argument("--out", type=Path, help="folder for metrics.jsonl; without it the lines go to stdout")
     return parser

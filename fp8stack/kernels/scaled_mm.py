@@ -70,7 +70,10 @@ def _case(a: torch.Tensor, b: torch.Tensor, found: device.Detected) -> _Case:
 
 
 def choose_backend(a: torch.Tensor, b: torch.Tensor) -> str:
-    """The backend for two operands on their device. Raises UnsupportedDtype for a format the device lacks."""
+    """The backend for two FP8 operands on their device: a CPU runs the reference, elsewhere the table decides.
+
+    Raises UnsupportedDtype for a format that the device lacks, UnknownArch for a device without a row.
+    """
     found = device.detect(a.device)
     if found.target.vendor == "cpu":
         return "reference"
@@ -124,9 +127,8 @@ def scaled_mm_reference(
 def _simulated(a, b, inverse_scale_a, inverse_scale_b, out_dtype, bias):
     left, right = (formats.decode(x, x.dtype).to(torch.bfloat16) for x in (a, b))
     if a.device.type == "cpu":
-        product = left.to(torch.float32) @ right.to(
-            torch.float32
-        )  # torch has no bf16 product with float32 output there
+        # torch has no bf16 product with float32 output there.
+        product = left.to(torch.float32) @ right.to(torch.float32)
     else:
         product = torch.mm(left, right, out_dtype=torch.float32)
     return _descale(product, inverse_scale_a, inverse_scale_b, bias, out_dtype)
@@ -198,8 +200,10 @@ def scaled_mm(
     fast_accum: let the hardware accumulate with fewer bits (torch backend). pad: append zero codes up to the next
     multiple of 16 along K and N.
 
-    Raises ValueError, naming the dimension, for sizes, layouts and scales that do not fit; UnsupportedDtype for
-    operands that are not FP8 or that the device cannot multiply.
+    out_dtype: bfloat16 or float32; with a scale for each row the torch backend gives bfloat16 only.
+
+    Raises ValueError, naming the dimension, for sizes, layouts, scales, a backend and an out_dtype that do not fit;
+    UnsupportedDtype for operands that are not FP8 or that the device cannot multiply.
     """
     fmt_a, fmt_b = formats.get(a.dtype).name, formats.get(b.dtype).name
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:

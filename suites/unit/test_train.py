@@ -16,7 +16,9 @@ import torch
 
 from fp8stack import train
 from fp8stack.data import SyntheticTokens
+from fp8stack.linear import RECIPES
 from fp8stack.metrics import GradientDigests, JsonLines
+from fp8stack.models import MODELS
 from fp8stack.train import ConfigError, NonFiniteError, TrainConfig, Trainer, learning_rate, nudge_weights, run
 
 # Small enough for a second, large enough for every path: 32 tokens a step.
@@ -215,6 +217,18 @@ def test_bad_input(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(err.splitlines()) == 1, err
     assert err.startswith("train: ")
     assert word in err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help says what each option means, its default, the models and recipes that exist, and the exit codes."""
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    assert caught.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for entry in dataclasses.fields(TrainConfig):
+        assert f"--{entry.name.replace('_', '-')} {entry.name.upper()} {entry.metadata['help']}" in told
+        assert f"(default: {entry.default})" in told
+    assert all(name in told for name in (*MODELS, *RECIPES, "FP8STACK_ARCH", "Exit codes"))
 
 
 def test_unknown_arch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

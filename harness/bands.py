@@ -214,8 +214,8 @@ def limits(metric: str, reference: Curve, spread: Sequence[Curve], nudged_runs: 
 
     def limit(differences: Iterable[float]) -> float:
         spread_of_window = worst(differences)
-        # A recorded run that diverged is no harmless run: a NaN limit lets nothing pass.
-        return math.nan if math.isnan(spread_of_window) else max(FLOOR, k * spread_of_window)
+        # A recorded run that diverged, or left a reference of zero, is no harmless run: a NaN limit lets nothing pass.
+        return max(FLOOR, k * spread_of_window) if math.isfinite(spread_of_window) else math.nan
 
     return Limits(
         windows={

@@ -164,6 +164,21 @@ def _wall_seconds(run: Mapping[str, Any]) -> dict[str, float]:
     return walls
 
 
+def run_ids(path: Path) -> set[str]:
+    """The runs that a report of ours names: one id, or none in a report that somebody else wrote.
+
+    Raises:
+        UnreadableError: it is no XML.
+    """
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError, ValueError) as error:
+        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+    return {
+        str(item.get("value")) for item in root.findall("testsuite/properties/property") if item.get("name") == "run_id"
+    }
+
+
 def check(path: Path, judgement: Judgement, platform: str) -> None:
     """Read the file back as any consumer would: names unique, one result element each, counts equal elements."""
     try:

@@ -60,8 +60,9 @@ def headline(judgement: Judgement) -> str:
     counts = count_line(judgement)
     worst = judgement.red[0] if judgement.red else None
     if worst is None:
-        improved = judgement.counts.get(str(Verdict.IMPROVED), 0)
-        word = "IMPROVED" if improved else "PASS"
+        # The first of these that was given at all: what nobody judged (SKIP, UNCALIBRATED) is never called a pass.
+        given = (Verdict.IMPROVED, Verdict.PASS, *NOT_JUDGED)
+        word = next((verdict for verdict in given if judgement.counts.get(str(verdict))), Verdict.MISSING)
         return f"{word} exit {judgement.exit_code}: {counts}"
     return f"{worst.verdict} exit {judgement.exit_code}: {told(worst)} [{counts}]"
 

@@ -237,3 +237,10 @@ def test_worst_is_not_max() -> None:
     assert max([1.0, math.nan]) == 1.0
     assert math.isnan(bands.worst([1.0, math.nan]))
     assert math.isnan(bands.worst([math.nan, 1.0]))
+
+
+def test_a_reference_of_zero_opens_no_band() -> None:
+    """A nudged run that is infinitely far from run 0, relatively, makes a limit that nothing passes."""
+    zero = bands.Curve(loss={1: 0.0}, grad_norm={1: 1.0})
+    other = bands.Curve(loss={1: 1.0}, grad_norm={1: 1.0})
+    assert math.isnan(bands.limits("loss", zero, [other], 1).windows[1, 1])

@@ -168,3 +168,10 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     text = summary.render(Judgement((result,), 1, {"FAIL": 1}), {})
     assert "\x1b" not in text
     assert "#x1B[31mred#x1B[0m second" in text.splitlines()[0]
+
+
+def test_what_nobody_judged_is_no_pass() -> None:
+    """A run of which every row is uncalibrated exits 0 and says UNCALIBRATED, not PASS."""
+    result = Result("loss/test_a::test_a", "loss", Verdict.UNCALIBRATED, "no baseline")
+    line = summary.headline(Judgement((result,), 0, {"UNCALIBRATED": 1}))
+    assert line.startswith("UNCALIBRATED exit 0: ")

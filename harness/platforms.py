@@ -130,8 +130,9 @@ _EVERYWHERE = {"TRITON_DEFAULT_FP_FUSION": "0", "PYTHONUNBUFFERED": "1"}
 # whole process. PYTHONHASHSEED stays random, so that an order that depends on it shows up here first.
 _INTERPRETED = MappingProxyType({**_EVERYWHERE, "TRITON_INTERPRET": "1"})
 _COMPILED = MappingProxyType(_EVERYWHERE)
-NEVER_SET = ("PYTHONHASHSEED", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
-"""Taken away from every test process: what a shell happens to hold must not choose tests, order or plugins."""
+NEVER_SET = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+"""Taken away from every test process: what a shell happens to hold must not choose tests, order or plugins, nor switch
+off the assertions of what the tests call (pytest keeps those of test modules only)."""
 _NOT_INTERPRETED = (*NEVER_SET, "TRITON_INTERPRET")
 
 _CPU_NUMERICS = Execution(_INTERPRETED, NEVER_SET, "cores", 900.0, 0.07, 4.0)

@@ -14,6 +14,7 @@ Not here: what runs where (plan.py), verdicts (gate.py), junit.xml and summary.m
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import platform as host
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -84,8 +85,9 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
     started = _now()
     stamp = started.strftime("%Y%m%dT%H%M%SZ")
     default = request.root / "evidence" / f"{request.platform.id}-{stamp}-{run_id}"
-    out = prepare_folder((request.out or default).absolute())
-    with _stop_signals() as stopped:
+    out = (request.out or default).absolute()
+    with _only_run_in(out), _stop_signals() as stopped:
+        prepare_folder(out)
         machine = _probe(request, stopped)
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
         _copy_judged_with(request, out)
@@ -120,6 +122,32 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
         raise InterruptedRun("stopped before the first test", next_step="run again")
     _check_case(request, suites, told)
     return out
+
+
+@contextmanager
+def _only_run_in(out: Path) -> Iterator[None]:
+    """The folder belongs to this run until it ends, however it ends; UsageError while another run has it.
+
+    Two runs in one folder would remove and then continue each other's journal.
+    """
+    if out.exists() and not out.is_dir():
+        yield  # prepare_folder says it
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DiskError(f"{out} cannot be written ({error})", "a writable folder with room", "name another") from error
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another run writes to {out}", "a folder of its own", "wait, or name another") from None
+        except OSError:
+            pass  # a file system without locks (some network mounts)
+        yield
+    finally:
+        os.close(folder)
 
 
 def prepare_folder(out: Path) -> Path:
@@ -261,7 +289,10 @@ def _run_lanes(
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            display.update()
+            try:
+                display.update()
+            except OSError:  # nobody reads stderr any more (`fp8ci run 2>&1 | head`): no reason to stop the tests
+                display = progress.Silent()
             time.sleep(0.1)
     except BaseException:
         stopped.set()
@@ -269,7 +300,8 @@ def _run_lanes(
     finally:
         for thread in threads:
             thread.join()
-        display.close()
+        with suppress(OSError):
+            display.close()
     return errors
 
 
@@ -309,6 +341,10 @@ def _run_lane(
                 )
         except HarnessError as error:
             errors.append(error)
+            return
+        except OSError as error:
+            what = f"{job.suite} cannot be run ({error})"
+            errors.append(DiskError(what, "a writable evidence folder", "free space, or name another with --out"))
             return
 
 

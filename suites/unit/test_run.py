@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from harness import platforms, progress, run
-from harness.errors import InfraError, InterruptedRun, UsageError
+from harness.errors import DiskError, InfraError, InterruptedRun, UsageError
 from harness.executor import Command, Ended
 from harness.journal import FILE_NAME, Journal, JournalTail
 from suites.unit import tiny_checkout
@@ -323,3 +323,24 @@ def test_plain_progress(tmp_path: Path) -> None:
         "[2/2] crashed    0.00 s  numerics/test_a::test_b: SIGSEGV",
         "numerics ended: exit 1, 1.0 s",
     ]
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    """The second is refused before it removes anything; the first goes on to its end."""
+    root = checkout(tmp_path, "time.sleep(2)")
+    process = driven(root)
+    with pytest.raises(UsageError, match="another run writes to"):
+        run.execute(request(root))
+    assert process.communicate(timeout=20)[0].startswith("done")
+    assert set(states(read(root / "out")[1]).values()) == {"passed"}
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    """The lane's error is the run's, not a traceback of its thread."""
+
+    class Full:
+        def run(self, command: Command, **_: object) -> Ended:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(DiskError, match="No space left"):
+        run.execute(request(checkout(tmp_path)), Full())

@@ -9,8 +9,7 @@ constant along the contraction, so the same tensor is quantised along different 
 
 Every operand below is therefore brought into the form (rows, contraction) before it is quantised, and `scaled_mm`
 gets the right one as the transposed view (column-major), which is the layout that FP8 matrix units take. `RECIPES`
-says which granularity and format each of the six operands has (numerics.md, section 5); a GEMM that is None stays in
-high precision.
+says which granularity and format each of the six operands has; a GEMM that is None stays in high precision.
 
 Weights stay plain fp32 (or bf16) `nn.Parameter`s named `weight` and `bias`: a state dict has the keys and the tensors
 of `nn.Linear`. They are cast to the activations' dtype for compute, as FSDP2's mixed precision would.
@@ -67,7 +66,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of numerics.md section 5. A GEMM that is None is done in the activations' dtype."""
+    """One row of RECIPES: the casts of the three GEMMs. A GEMM that is None is done in the activations' dtype."""
 
     name: str
     output: Gemm

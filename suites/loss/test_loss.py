@@ -3,7 +3,7 @@
 Each curve is the trainer's, in this process, at a fixed configuration; FNUZ formats come from the arch override. A
 test asserts what holds without a baseline: all steps there and finite, a loss that has learnt and has not learnt too
 much, no NaN code. The curve itself (loss, gradient norm, digests, counts) goes into losses/<case>.json, and the gate
-compares it with the recorded one and FP8 with bf16 (harness.md, section 7).
+compares it with the recorded one and FP8 with bf16 (harness/bands.py).
 
 FP8STACK_NUDGE=i trains the i-th harmlessly changed run instead, for recording the spread. Threads and instruction-set
 limits come from the environment too; all three are written into the loss file.

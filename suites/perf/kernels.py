@@ -50,7 +50,7 @@ class Row:
         )
 
 
-# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.
+# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: as specified for an H200.
 ROWS = (
     Row("rowwise", 16640, 2048, torch.bfloat16, 0.75, 0.85),
     Row("rowwise", 16640, 5120, torch.bfloat16, 0.88, 0.95),

@@ -73,6 +73,8 @@ def checkout(folder: Path, end: str = "pass") -> Path:
 
 def test_a_run_leaves_its_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """run.json, journal, log and what to judge with; two suites side by side in one journal."""
+    for inherited in ("GITHUB_SHA", *platforms.NEVER_SET):  # of whoever runs this test: tox sets a hash seed
+        monkeypatch.delenv(inherited, raising=False)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
     root = checkout(tmp_path)
     tiny_checkout.make(tmp_path, {"codegen/test_c": "def test_c(): pass\n"}, ["numerics/test_a::test_first"])

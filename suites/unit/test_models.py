@@ -109,6 +109,59 @@ def test_causal() -> None:
     assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
+def _plain_transformer(weights: dict[str, torch.Tensor], size: Llama, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (S,V) of Llama 3 as its paper has it, in float64, for one sequence; shares only names with models.py."""
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + size.norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        """Element i and i + K/2 of a head are one complex number, turned by position * theta^(-2i/K)."""
+        half = size.head_dim // 2
+        angle = torch.arange(len(x)).double()[:, None] * size.rope_theta ** (-torch.arange(half).double() / half)
+        z = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([z.real, z.imag], dim=1)
+
+    x = weights["tok_embeddings.weight"][tokens]
+    future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
+    for layer in range(size.layers):
+        w = {name.removeprefix(f"layers.{layer}."): value for name, value in weights.items()}
+        normed = norm(x, f"layers.{layer}.attention_norm")
+        heads = []
+        for head in range(size.heads):
+            own = slice(head * size.head_dim, (head + 1) * size.head_dim)
+            group = head * size.kv_heads // size.heads
+            shared = slice(group * size.head_dim, (group + 1) * size.head_dim)
+            query = turned(normed @ w["attention.wq.weight"][own].t())
+            key = turned(normed @ w["attention.wk.weight"][shared].t())
+            value = normed @ w["attention.wv.weight"][shared].t()
+            scores = (query @ key.t() / math.sqrt(size.head_dim)).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ value)
+        x = x + torch.cat(heads, dim=1) @ w["attention.wo.weight"].t()
+        normed = norm(x, f"layers.{layer}.ffn_norm")
+        gate = normed @ w["feed_forward.w1.weight"].t()
+        x = x + (gate * gate.sigmoid() * (normed @ w["feed_forward.w3.weight"].t())) @ w["feed_forward.w2.weight"].t()
+    return norm(x, "norm") @ weights["output.weight"].t()
+
+
+def test_transformer_is_llama() -> None:
+    """The logits of a model with shared key heads are those of a plain float64 Llama, up to bf16's roundings."""
+    size = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=64)
+    model = Transformer(size)
+    model.init_weights(3)
+    with torch.no_grad():  # norms that do something
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * torch.sin(torch.arange(len(parameter)).float() + len(name)))
+    tokens = torch.arange(24) * 29 % 64
+    weights = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    expected = _plain_transformer(weights, size, tokens)
+    with torch.no_grad():
+        actual = model(tokens[None])[0].double()
+    error = float((expected - actual).norm() / expected.norm())
+    assert error < 0.02, f"logits differ by {error:.3g} of their norm; expected bf16's roundings, about 0.005"
+
+
 def test_attention_is_torchs() -> None:
     """The written-out attention equals torch's in float64 up to its own roundings."""
     generator = torch.Generator().manual_seed(0)

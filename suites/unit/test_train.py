@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fp8stack import train
-from fp8stack.data import SyntheticTokens
+from fp8stack.data import Batch, SyntheticTokens
 from fp8stack.linear import RECIPES
 from fp8stack.metrics import GradientDigests, JsonLines
 from fp8stack.models import MODELS
@@ -91,6 +91,53 @@ def test_learning_rate() -> None:
     assert learning_rate(config, 55) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert learning_rate(config, 100) == pytest.approx(0.2)
     assert learning_rate(dataclasses.replace(config, schedule="constant", warmup=0), 1) == 2.0
+
+
+def test_update_is_adamw() -> None:
+    """Three steps are those of AdamW on clipped gradients, written out: warm-up, decay on matrices only, fresh batches.
+
+    In float64 beside the trainer's float32 parameters, from the gradients that the trainer itself had.
+    """
+    config = short(lr=0.01, warmup=2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, clip=0.5)
+    trainer = Trainer(config)
+    taken: list[dict[str, torch.Tensor]] = []
+    batches: list[torch.Tensor] = []
+    loss_of = trainer._loss
+
+    def loss(batch: Batch) -> torch.Tensor:
+        batches.append(batch.tokens)
+        assert all(p.grad is None for p in trainer.model.parameters()), "gradients of the last step are still there"
+        return loss_of(batch)
+
+    trainer._loss = loss  # type: ignore[method-assign]
+    digest = trainer.digests.take
+
+    def take() -> dict[str, list[float]]:
+        taken.append({name: p.grad.double().clone() for name, p in trainer.model.named_parameters()})
+        return digest()
+
+    trainer.digests.take = take  # type: ignore[method-assign]
+    weights = {name: p.detach().double().clone() for name, p in trainer.model.named_parameters()}
+    first, second = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+    result = trainer.run()
+
+    assert len(taken) == len(batches) == 3
+    for step, gradients in enumerate(taken, start=1):
+        assert torch.equal(SyntheticTokens(768, 16, 0).batch(step - 1, 2).tokens, batches[step - 1])
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        assert result.steps[step - 1].grad_norm == pytest.approx(norm, rel=1e-6)
+        assert norm > 0.5, "nothing is clipped; choose a lower clip"
+        for name, weight in weights.items():
+            gradient = gradients[name] * (0.5 / norm)
+            first[name] = 0.8 * first[name] + 0.2 * gradient
+            second[name] = 0.9 * second[name] + 0.1 * gradient.square()
+            update = (first[name] / (1 - 0.8**step)) / ((second[name] / (1 - 0.9**step)).sqrt() + 1e-3)
+            decay = 0.5 if weight.ndim == 2 else 0.0
+            rate = {1: 0.005, 2: 0.01, 3: 0.001}[step]
+            weights[name] = weight * (1 - rate * decay) - rate * update
+    for name, parameter in trainer.model.named_parameters():
+        error = float((weights[name] - parameter.detach().double()).abs().max())
+        assert error < 1e-5, f"{name} is off by {error:.3g}; expected float32's roundings"
 
 
 def test_nudge_flips_one_bit_of_one_in_a_thousand() -> None:

@@ -92,7 +92,7 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
         _copy_judged_with(request, out)
         run = _describe(request, suites, machine, run_id, started)
-        with tempfile.TemporaryDirectory(prefix="fp8ci-triton-") as cache:
+        with triton_cache() as cache:
             lanes = _lanes(request, suites, machine, out, run_id, cache)
             run["jobs"] = [
                 {"suite": job.suite, "lane": number, "workers": job.workers, "threads": job.threads}
@@ -146,6 +146,35 @@ def _only_run_in(out: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks (some network mounts)
         yield
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def triton_cache() -> Iterator[str]:
+    """The folder for Triton's compile cache of one run: below the user's cache folder, kept for the next run.
+
+    Entries are keyed by the source, so an old one is never wrong, only unused. Two runs never write to it at once
+    (triton-lang/triton#2688, #4295): while another has it, or where it cannot be had, the run gets a folder that goes
+    with it.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        kept = Path(base) / "fp8ci" / "triton"
+        kept.mkdir(parents=True, exist_ok=True)
+        folder = os.open(kept, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (OSError, RuntimeError):  # no home, or none that can be written
+        with tempfile.TemporaryDirectory(prefix="fp8ci-triton-") as own:
+            yield own
+        return
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another run's, or a file system without locks
+            with tempfile.TemporaryDirectory(prefix="fp8ci-triton-") as own:
+                yield own
+            return
+        yield str(kept)
     finally:
         os.close(folder)
 
@@ -257,7 +286,7 @@ def _lanes(
     run_id: str,
     cache: str,
 ) -> Lanes:
-    """The jobs of this run. The Triton cache is this run's own, and each worker takes a folder of its own in it."""
+    """The jobs of this run. No other run has its Triton cache, and each worker takes a folder of its own in it."""
     options = ["--fp8-out", str(out), "--fp8-platform", request.platform.id, "--fp8-run-id", run_id]
     options += ["--fp8-capabilities", str(out / CAPABILITIES_FILE)]
     if request.case is not None:

@@ -71,6 +71,24 @@ def checkout(folder: Path, end: str = "pass") -> Path:
     return tiny_checkout.make(folder, {"numerics/test_a": THREE.format(end=end)})
 
 
+def test_triton_cache_is_kept_and_never_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next run finds what this one compiled; a run beside it, and one without a home, get a folder of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with run.triton_cache() as first:
+        (Path(first) / "compiled").touch()
+        with run.triton_cache() as beside:
+            assert beside != first
+            assert list(Path(beside).iterdir()) == []
+        assert not Path(beside).exists()
+    with run.triton_cache() as second:
+        assert second == first
+        assert (Path(second) / "compiled").exists()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with run.triton_cache() as elsewhere:
+        assert elsewhere != first
+
+
 def test_a_run_leaves_its_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """run.json, journal, log and what to judge with; two suites side by side in one journal."""
     for inherited in ("GITHUB_SHA", *platforms.NEVER_SET):  # of whoever runs this test: tox sets a hash seed

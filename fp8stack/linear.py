@@ -396,7 +396,11 @@ def convert_to_float8(
         UnknownArch: the device, or FP8STACK_ARCH, has no row of formats.
     """
     chosen = recipe_named(recipe)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if isinstance(filter, str):
+        raise ValueError(f"filter is the text '{filter}'; expected a sequence of names; pass ('{filter}',)")
+    # Every name of a module that stands in several places: replacing one of them would leave the others as they are.
+    named = model.named_modules(remove_duplicate=False)
+    linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
     for entry in filter:
         if not any(_matches(name, entry) for name in linears):
             raise ValueError(
@@ -409,6 +413,7 @@ def convert_to_float8(
     plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter)
 
     converted, left = [], {}
+    replacements: dict[nn.Linear, Float8Linear] = {}
     for name, linear in linears.items():
         entry = next((entry for entry in filter if _matches(name, entry)), None)
         odd = [
@@ -418,15 +423,20 @@ def convert_to_float8(
         ]
         if entry is not None:
             left[name] = f"filter '{entry}'"
+        elif type(linear) not in (nn.Linear, Linear):
+            left[name] = f"{type(linear).__name__} is a linear of its own kind, which a plain FP8 linear would not be"
+        elif linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+            left[name] = "it has hooks, which would not run; register them after the conversion"
         elif odd:
             left[name] = f"{' and '.join(odd)} not a multiple of {ALIGNMENT}"
         elif not name:
             left["(root)"] = "the model itself is this linear; wrap it in a module"
         else:
-            replacement = Float8Linear(linear.weight, linear.bias, plan)
-            replacement.train(linear.training)
+            if linear not in replacements:
+                replacements[linear] = Float8Linear(linear.weight, linear.bias, plan)
+                replacements[linear].train(linear.training)
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, replacement)
+            setattr(model.get_submodule(parent), attribute, replacements[linear])
             converted.append(name)
     if not converted:
         raise ValueError(

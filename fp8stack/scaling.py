@@ -68,6 +68,11 @@ def scale_from_amax(amax: torch.Tensor, fmt: str | torch.dtype | formats.Format,
     pow2: round down to a power of two. Raises UnsupportedDtype for what is no FP8 format.
     """
     fmt = formats.get(fmt)
+    if amax.dtype != torch.float32:
+        raise formats.UnsupportedDtype(
+            f"cannot take a scale from an amax of {amax.dtype} on {amax.device.type}; expected float32; take it with "
+            "scaling.amax, or convert it first"
+        )
     quotient = (fmt.max / amax.to(torch.float64)).to(torch.float32)
     bits = quotient.clamp(max=MAX_SCALE).view(torch.int32)
     if pow2:

@@ -399,16 +399,30 @@ def _resolve_device(name: str) -> torch.device:
 
 
 def _check_memory(config: TrainConfig, device: torch.device) -> None:
-    """Refuse a model whose weights and optimiser state alone exceed the memory of the device."""
-    need = model_named(config.model).parameters * BYTES_A_PARAMETER
+    """Refuse a model, or a batch, whose tensors must exceed the memory of the device.
+
+    Only what certainly exists is counted: weights, gradients and optimiser state; the logits of a step in bf16 and in
+    the wide dtype; on a CPU, where attention is written out, the scores of one layer. A run that passes may still fail.
+    """
+    size = model_named(config.model)
+    weights = size.parameters * BYTES_A_PARAMETER
+    wide = 8 if device.type == "cpu" else 4
+    step = config.batch * config.seq * size.vocab * (2 + wide)
+    if device.type == "cpu":
+        step += config.batch * size.heads * config.seq**2 * wide
     if device.type == "cpu":
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         have = torch.cuda.get_device_properties(device).total_memory
-    if need > have:
+    if weights > have:
         raise ConfigError(
-            f"model '{config.model}' needs {need / 2**30:.1f} GiB for weights and optimiser; {device} has "
+            f"model '{config.model}' needs {weights / 2**30:.1f} GiB for weights and optimiser; {device} has "
             f"{have / 2**30:.1f} GiB; choose a smaller model"
+        )
+    if weights + step > have:
+        raise ConfigError(
+            f"batch {config.batch} x seq {config.seq} needs {step / 2**30:.1f} GiB a step beside "
+            f"{weights / 2**30:.1f} GiB of weights; {device} has {have / 2**30:.1f} GiB; lower --batch or --seq"
         )
 
 

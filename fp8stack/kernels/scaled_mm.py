@@ -214,6 +214,14 @@ def scaled_mm(
     if backend is not None:
         _check_backend(backend, a)
     k, n = b.shape
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; expected (N,) = ({n},), one number a column; reshape or drop it"
+        )
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float32; convert the result afterwards"
+        )
     scale_a = _vector(inverse_scale_a, a.shape[0], "inverse_scale_a", "M", column=True)
     scale_b = _vector(inverse_scale_b, n, "inverse_scale_b", "N", column=False)
     if pad:

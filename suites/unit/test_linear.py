@@ -179,3 +179,27 @@ def test_counter_sees_every_operand() -> None:
     assert counter.take() == (0, 0)
     model(torch.full((16, 32), float("nan")))
     assert counter.take() == (16 * 32, 16 * 32)
+
+
+def test_conversion_of_shared_and_peculiar_linears() -> None:
+    """A linear in two places is one FP8 linear in both; subclasses and linears with hooks stay, and the report says why."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    shared, hooked = nn.Linear(32, 32), nn.Linear(32, 32)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.ModuleDict({"a": shared, "b": shared, "doubled": Doubled(32, 32), "hooked": hooked})
+    report = convert_to_float8(model, "rowwise", detected=simulated("gfx942"))
+    assert report.converted == ("a", "b")
+    assert model["a"] is model["b"]
+    assert isinstance(model["a"], Float8Linear)
+    assert "Doubled" in report.left["doubled"]
+    assert "hooks" in report.left["hooked"]
+
+
+def test_filter_is_a_sequence_of_names() -> None:
+    """A text would be read letter by letter: refused, with the way out."""
+    with pytest.raises(ValueError, match=r"pass \('output',\)"):
+        convert_to_float8(nn.Sequential(nn.Linear(32, 32)), "rowwise", "output", detected=simulated("cpu"))

@@ -304,3 +304,14 @@ def test_torch_backend_gives_bf16_with_row_scales() -> None:
     a, b = codes(4, 16, "e4m3fn"), codes(16, 16, "e4m3fn").t()
     with pytest.raises(ValueError, match=r"torch\.float32.*backend='reference'"):
         scaled_mm(a, b, scales(4), scales(16), out_dtype=torch.float32, backend="torch")
+
+
+def test_refused_bias_and_output() -> None:
+    """A bias that would broadcast some other way, and an output dtype that nothing computes, are errors."""
+    a = formats.cast(torch.ones(16, 32), "e4m3fn")
+    one = torch.ones(())
+    for bias in (torch.ones(()), torch.ones(1), torch.ones(16, 1)):
+        with pytest.raises(ValueError, match="bias has shape"):
+            scaled_mm(a, a.view(torch.uint8).t().view(a.dtype), one, one, bias=bias)
+    with pytest.raises(ValueError, match="out_dtype is torch.int32"):
+        scaled_mm(a, a.view(torch.uint8).t().view(a.dtype), one, one, out_dtype=torch.int32)

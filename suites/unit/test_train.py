@@ -266,6 +266,14 @@ def test_bad_input(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert word in err
 
 
+def test_batch_beyond_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot fit is one line before anything is allocated, exit 2."""
+    assert train.main(["--steps", "1", "--device", "cpu", "--seq", "100000000"]) == 2
+    _, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1, err
+    assert "lower --batch or --seq" in err
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--help says what each option means, its default, the models and recipes that exist, and the exit codes."""
     with pytest.raises(SystemExit) as caught:

@@ -182,7 +182,7 @@ def test_counter_sees_every_operand() -> None:
 
 
 def test_conversion_of_shared_and_peculiar_linears() -> None:
-    """A linear in two places is one FP8 linear in both; subclasses and linears with hooks stay, and the report says why."""
+    """A linear in two places is one FP8 linear in both; subclasses and linears with hooks stay, with the reason."""
 
     class Doubled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -313,5 +313,5 @@ def test_refused_bias_and_output() -> None:
     for bias in (torch.ones(()), torch.ones(1), torch.ones(16, 1)):
         with pytest.raises(ValueError, match="bias has shape"):
             scaled_mm(a, a.view(torch.uint8).t().view(a.dtype), one, one, bias=bias)
-    with pytest.raises(ValueError, match="out_dtype is torch.int32"):
+    with pytest.raises(ValueError, match=r"out_dtype is torch\.int32"):
         scaled_mm(a, a.view(torch.uint8).t().view(a.dtype), one, one, out_dtype=torch.int32)

@@ -286,6 +286,14 @@ def test_no_case_matches(tmp_path: Path) -> None:
     assert states(read(run.execute(request(checkout(tmp_path), case="fir*")))[1]) == {"test_first": "passed"}
 
 
+def test_a_case_that_vanished_is_no_usage_error(tmp_path: Path) -> None:
+    """The manifest knows tests of this case and none is collected: the run ends with evidence, for the gate to judge."""
+    root = tiny_checkout.make(tmp_path, {"numerics/test_a": "def test_b(): pass\n"}, ["numerics/test_c::test_gone"])
+    described, told = read(run.execute(request(root, case="gone")))
+    assert described["case"] == "gone"
+    assert told.collected == {"numerics": []}
+
+
 def test_stale_evidence_goes_and_strange_files_stay(tmp_path: Path) -> None:
     """An older run's results are removed before anything can fail; what is no evidence is not overwritten."""
     out = tmp_path / "out"

@@ -287,7 +287,7 @@ def test_no_case_matches(tmp_path: Path) -> None:
 
 
 def test_a_case_that_vanished_is_no_usage_error(tmp_path: Path) -> None:
-    """The manifest knows tests of this case and none is collected: the run ends with evidence, for the gate to judge."""
+    """The manifest knows tests of this case, none is collected: the run ends with evidence, for the gate to judge."""
     root = tiny_checkout.make(tmp_path, {"numerics/test_a": "def test_b(): pass\n"}, ["numerics/test_c::test_gone"])
     described, told = read(run.execute(request(root, case="gone")))
     assert described["case"] == "gone"

@@ -175,6 +175,7 @@ class CompileSpec:
             launch would. Ignored on NVIDIA.
         native: the kernel casts with the target's own FP8 instruction, so `fmt` must have one there.
         wide_bytes: widest load and store that the layout allows, in bytes; what the codegen suite demands.
+        encodes: the kernel writes codes. One that only reduces has no conversion and no wide store to show.
         options: further launch options (`waves_per_eu`, `matrix_instr_nonkdim`, ...).
     """
 
@@ -189,6 +190,7 @@ class CompileSpec:
     within_2gb: tuple[str, ...] = ()
     native: bool = False
     wide_bytes: int = 16
+    encodes: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -34,9 +34,7 @@ Record = Callable[[str, object], None]
 
 # Ops that have no kernel yet, with the reason. Their rows run the reference everywhere, and say so; the day one of them
 # runs a kernel its rows turn red until the line here is deleted.
-REFERENCE_ONLY: dict[str, str] = {
-    "quantize_tensorwise": "its two-launch kernel is not written yet; the op is the reference on every device",
-}
+REFERENCE_ONLY: dict[str, str] = {}
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -54,6 +54,15 @@ def constants(fmt: formats.Format, target: str) -> dict[str, object]:
     }
 
 
+def nan_apart(fmt: formats.Format, target: str) -> bool:
+    """Whether a kernel whose NaN codes come in whole units should encode as if there were none and write them after.
+
+    True but for NVIDIA's native casts, which keep NaN through clamp and conversion at no cost. Elsewhere NaN takes
+    three instructions an element and, on AMD, a pair of scalar registers each.
+    """
+    return not (target.startswith("sm_") and bool(constants(fmt, target)["NATIVE_NAN"]))
+
+
 def require_input(x: torch.Tensor, op: str) -> None:
     """Raise UnsupportedDtype, naming dtype and device, for what no kernel takes."""
     if x.dtype not in INPUTS:
@@ -108,13 +117,18 @@ def encode(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+    MAY_BE_NAN: tl.constexpr = True,
 ):
     """Saturating cast of float32 x to uint8 codes, round to nearest even.
 
-    NATIVE: the FP8 type to cast to, or None. NATIVE_NAN: that cast writes NAN_CODE for a NaN.
+    NATIVE: the FP8 type to cast to, or None. NATIVE_NAN: that cast writes NAN_CODE for a NaN. MAY_BE_NAN: False saves
+    what NaN costs, and leaves open which code it becomes: for a caller that writes such codes again.
     """
     # Saturation: the one place in the kernels. NaN passes.
-    y = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    if MAY_BE_NAN:
+        y = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        y = tl.clamp(x, -MAX, MAX)
 
     if NATIVE is not None:
         code = y.to(NATIVE).to(tl.uint8, bitcast=True)
@@ -136,9 +150,9 @@ def encode(
         sign = (bits >> 24) & 0x80
         if not NEGATIVE_ZERO:
             sign = tl.where(magnitude_code == 0, 0, sign)
-        code = magnitude_code | sign
+        code = (magnitude_code | sign).to(tl.uint8)
 
-    if not NATIVE_NAN:
+    if MAY_BE_NAN and not NATIVE_NAN:
         code = tl.where(x != x, NAN_CODE, code).to(tl.uint8)
     return code
 

@@ -28,6 +28,9 @@ from fp8stack import _triton
 
 Row = TypeVar("Row")
 
+_REGISTERS = 65536  # 32-bit registers of an NVIDIA multiprocessor, sm_70 to sm_120 (CUDA C programming guide)
+_SIMDS = 4  # of an AMD compute unit (CDNA 3 ISA manual)
+
 _recorders: list[dict[str, str]] = []
 _lock = threading.Lock()
 
@@ -84,6 +87,20 @@ def config(table: Mapping[tuple[str, str], Row], target: str, size_class: str) -
             "add a row, with its measurement, to the table in the kernel's file"
         )
     return row
+
+
+def options(num_warps: int, programs: int, target: str) -> dict[str, int]:
+    """Launch options that leave room for `programs` programs of num_warps on a multiprocessor, 0: the compiler decides.
+
+    A program that holds its tile in registers alternates between reading and writing: a second one beside it keeps the
+    memory busy, if the compiler does not spend the registers that it needs.
+    """
+    if programs == 0:
+        return {"num_warps": num_warps}
+    if target.startswith("gfx"):
+        return {"num_warps": num_warps, "waves_per_eu": max(1, programs * num_warps // _SIMDS)}
+    registers = _REGISTERS // (programs * num_warps * 32) // 8 * 8
+    return {"num_warps": num_warps, "maxnreg": min(registers, 255)}
 
 
 def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:

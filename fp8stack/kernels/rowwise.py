@@ -47,6 +47,11 @@ def size_class(k: int) -> str:
     return next((f"k<={limit}" for limit in _ROW_LIMITS if k <= limit), f"k>{_HELD}")
 
 
+def holds(k: int) -> bool:
+    """Whether rows of k elements stay in registers between the maximum and the cast."""
+    return k <= _HELD
+
+
 def _rows_of(targets: tuple[str, ...], *configs: RowwiseConfig) -> dict[tuple[str, str], RowwiseConfig]:
     classes = [size_class(limit) for limit in (*_ROW_LIMITS, _HELD + 1)]
     return {(target, name): row for target in targets for name, row in zip(classes, configs, strict=True)}
@@ -132,9 +137,9 @@ def _load_elements(x_rows, at, mask, column_stride, UNIT_STRIDE: tl.constexpr):
     return tl.load(pointers, mask=mask, other=0)
 
 
-# M is the number of tokens: not specialised, or each divisibility by 16 would compile anew.
-@jit(do_not_specialize=["M"])
-def _quantize_rowwise_kernel(
+@jit
+def quantize_rows(
+    first_row,
     x,
     q,
     inverse_scale,
@@ -156,8 +161,8 @@ def _quantize_rowwise_kernel(
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
 ):
-    # 64 bits: rows * stride passes 2^31 from 2 GiB of codes on.
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """The work of one program: ROWS rows from first_row (int64: rows * stride passes 2^31) on, those below M."""
+    rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     in_rows = (rows < M)[:, None]
     x_rows = x + rows[:, None] * row_stride
@@ -196,6 +201,55 @@ def _quantize_rowwise_kernel(
     tl.store(inverse_scale + rows, cast.inverse_bits(scale).to(tl.float32, bitcast=True), mask=rows < M)
 
 
+# M is the number of tokens: not specialised, or each divisibility by 16 would compile anew.
+@jit(do_not_specialize=["M"])
+def _quantize_rowwise_kernel(
+    x,
+    q,
+    inverse_scale,
+    M,
+    K,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HELD: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    POW2: tl.constexpr,
+    MAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    NATIVE_NAN: tl.constexpr,
+):
+    quantize_rows(
+        tl.program_id(0).to(tl.int64) * ROWS,
+        x,
+        q,
+        inverse_scale,
+        M,
+        K,
+        row_stride,
+        column_stride,
+        ROWS,
+        BLOCK,
+        CHUNKS,
+        HELD,
+        UNIT_STRIDE,
+        POW2,
+        MAX,
+        BIAS,
+        MANTISSA_BITS,
+        NAN_CODE,
+        NEGATIVE_ZERO,
+        NATIVE,
+        NATIVE_NAN,
+    )
+
+
 def launch_rowwise(
     x: torch.Tensor, fmt: formats.Format, pow2: bool, row: RowwiseConfig, target: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,7 +283,7 @@ def _constexprs(
         "ROWS": row.rows,
         "BLOCK": row.block,
         "CHUNKS": -(-k // row.block),
-        "HELD": k <= _HELD,
+        "HELD": holds(k),
         "UNIT_STRIDE": unit_stride,
         "POW2": pow2,
         **cast.constants(fmt, target),

@@ -84,7 +84,7 @@ def _zero(code: MachineCode) -> int:
 RULES: tuple[Rule, ...] = (
     Rule(
         "fp8_encode",
-        lambda code: "native-f32" if code.spec.native else "software",
+        lambda code: ("native-f32" if code.spec.native else "software") if code.spec.encodes else "none",
         _equal,
         "a software conversion where the arch has an instruction means that the wrong format or cast path was chosen "
         "(fp8stack/_triton.py, NATIVE_CASTS)",
@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "widest_store_bytes",
-        lambda code: code.spec.wide_bytes,
+        lambda code: code.spec.wide_bytes if code.spec.encodes else 0,
         _at_least,
         "see that each lane holds 16 neighbouring codes and that the bound of the mask is a multiple of 16",
         "store_instructions",

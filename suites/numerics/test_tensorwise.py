@@ -1,21 +1,28 @@
-"""quantize_tensorwise: one scale for a whole 2-D tensor, bit by bit against the golden units and the reference.
+"""quantize_tensorwise and quantize_tensorwise_both: one scale for a whole 2-D tensor, its own or a given one.
 
-The op has no kernel yet and runs its reference on every device (suites/conftest.py, REFERENCE_ONLY): until it has
-one, the golden units are what decides here.
+Bit by bit against the golden units and the reference. A unit is a tensor here, so each is a call of its own: kernels
+see many small tensors, and sizes that cross tiles in cases of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fp8stack import formats
+from fp8stack import formats, scaling
 from fp8stack.formats import UnsupportedDtype
-from fp8stack.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_reference
-from suites.cases import DTYPES, FORMATS, LAYOUTS, SHAPES, contract_rows, from_bits, guarded, random_normal
+from fp8stack.kernels import launch, tensorwise
+from fp8stack.kernels.tensorwise import (
+    quantize_tensorwise,
+    quantize_tensorwise_both,
+    quantize_tensorwise_both_reference,
+    quantize_tensorwise_reference,
+)
+from suites.cases import DTYPES, FORMATS, LAYOUTS, SHAPES, TAIL_WIDTHS, contract_rows, from_bits, guarded, random_normal
 from suites.compare import assert_bits_equal, assert_sqnr
 from suites.numerics.golden import loader
 from suites.numerics.thresholds import QUANTIZE_SQNR_DB, SIZE_CLASSES
@@ -26,14 +33,39 @@ MODES = {"plain": False, "pow2": True}
 Op = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
+# Sizes around a tile, dense and not, with and without rows that are multiples of 16.
+TILE_SHAPES: dict[str, tuple[int, int]] = {
+    "24x40": (24, 40),
+    "80x24": (80, 24),
+    "257x300": (257, 300),
+    "272x288": (272, 288),
+    "16x5120": (16, 5120),
+    "33x2049": (33, 2049),
+}
+
+
 @pytest.fixture
 def quantize(device: str, call_op: Callable[..., Any]) -> Op:
     """The op on this device, with what ran on record; the input may lie on the CPU."""
 
-    def call(x: torch.Tensor, fmt: str, pow2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(x: torch.Tensor, fmt: str, pow2: bool = False, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         on_device = x if x.device.type == device else x.to(device)
         result: tuple[torch.Tensor, torch.Tensor] = call_op(
-            "quantize_tensorwise", quantize_tensorwise, on_device, fmt, pow2=pow2
+            "quantize_tensorwise", quantize_tensorwise, on_device, fmt, pow2=pow2, **arguments
+        )
+        return result
+
+    return call
+
+
+@pytest.fixture
+def quantize_both(device: str, call_op: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """quantize_tensorwise_both, likewise."""
+
+    def call(x: torch.Tensor, fmt: str, pow2: bool = False, **arguments: Any) -> tuple[torch.Tensor, ...]:
+        on_device = x if x.device.type == device else x.to(device)
+        result: tuple[torch.Tensor, ...] = call_op(
+            "quantize_tensorwise_both", quantize_tensorwise_both, on_device, fmt, pow2=pow2, **arguments
         )
         return result
 
@@ -41,28 +73,33 @@ def quantize(device: str, call_op: Callable[..., Any]) -> Op:
 
 
 def assert_equals_reference(
-    x: torch.Tensor, fmt: str, pow2: bool, result: tuple[torch.Tensor, torch.Tensor], name: str
+    x: torch.Tensor,
+    fmt: str,
+    pow2: bool,
+    result: tuple[torch.Tensor, torch.Tensor],
+    name: str,
+    column_major: bool = False,
 ) -> None:
-    """Codes and inverse scale have the reference's bits, shapes and dtypes; codes are row-major."""
+    """Codes and inverse scale have the reference's bits, shapes and dtypes; codes have the layout asked for."""
     __tracebackhide__ = True
     expected_codes, expected_inverse = quantize_tensorwise_reference(x, fmt, pow2=pow2)
     codes, inverse = result
     assert_bits_equal(expected_inverse, inverse, f"{fmt} inverse scale of {name}")
     assert_bits_equal(expected_codes, codes, f"{fmt} codes of {name}")
-    assert codes.is_contiguous(), f"codes have strides {codes.stride()}; expected row-major"
+    assert (codes.t() if column_major else codes).is_contiguous(), f"codes have strides {codes.stride()}"
 
 
-def cases(*suffixes: str) -> list[Any]:
+def cases(*suffixes: str, formats_: tuple[str, ...] = FORMATS, dtypes: tuple[str, ...] = tuple(DTYPES)) -> list[Any]:
     """(format, dtype, suffix) for every combination, one id a case."""
     return [
         pytest.param(fmt, dtype, suffix, id=f"tensorwise-{fmt}-{dtype}-{suffix}")
-        for fmt in FORMATS
-        for dtype in DTYPES
+        for fmt in formats_
+        for dtype in dtypes
         for suffix in suffixes
     ]
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "mode"), cases("golden-plain", "golden-pow2"))
+@pytest.mark.parametrize(("fmt", "dtype", "mode"), [*cases("golden-plain"), *cases("golden-pow2", dtypes=("fp32",))])
 def test_golden(fmt: str, dtype: str, mode: str, quantize: Op) -> None:
     """Every golden unit, a tensor each, has its golden codes and inverse scale."""
     pow2 = mode == "golden-pow2"
@@ -77,7 +114,9 @@ def test_golden(fmt: str, dtype: str, mode: str, quantize: Op) -> None:
         assert_bits_equal(expected, codes.view(torch.uint8), f"{fmt} codes of {unit.name}")
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "mode"), cases("contract-plain", "contract-pow2"))
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "mode"), [*cases("contract-plain"), *cases("contract-pow2", formats_=("e4m3fnuz",))]
+)
 def test_contract_rows(fmt: str, dtype: str, mode: str, seed: int, quantize: Op) -> None:
     """Every contract row as a tensor of its own (3x17): equal to the reference bit by bit."""
     pow2 = mode == "contract-pow2"
@@ -87,22 +126,132 @@ def test_contract_rows(fmt: str, dtype: str, mode: str, seed: int, quantize: Op)
         assert_equals_reference(x, fmt, pow2, quantize(x, fmt, pow2), name)
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "shape"), cases(*SHAPES))
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "shape"),
+    [*cases(*SHAPES), *cases(*TILE_SHAPES, formats_=("e4m3fnuz",)), *cases("272x288", formats_=("e4m3fn", "e5m2"))],
+)
 def test_shapes(fmt: str, dtype: str, shape: str, seed: int, quantize: Op) -> None:
-    """Awkward sizes: one element, no rows, prime rows, odd columns."""
-    x = random_normal(SHAPES[shape], DTYPES[dtype], seed)
-    for pow2 in MODES.values():
-        assert_equals_reference(x, fmt, pow2, quantize(x, fmt, pow2), shape)
+    """Awkward sizes: one element, no rows, prime rows, odd columns, one past a tile."""
+    x = random_normal((SHAPES | TILE_SHAPES)[shape], DTYPES[dtype], seed)
+    assert_equals_reference(x, fmt, False, quantize(x, fmt), shape)
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "layout"), cases(*LAYOUTS))
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "shape"),
+    [
+        *cases("1x1", "3x17", "2x129", "0x64", *list(TILE_SHAPES)[1:4], formats_=("e4m3fnuz",)),
+        *cases("80x24", formats_=("e4m3fn", "e5m2", "e5m2fnuz"), dtypes=("bf16",)),
+    ],
+)
+def test_layouts_of_codes(
+    fmt: str,
+    dtype: str,
+    shape: str,
+    seed: int,
+    quantize: Op,
+    quantize_both: Callable[..., tuple[torch.Tensor, ...]],
+) -> None:
+    """Column-major codes, and both layouts at once, hold what row-major ones hold; of a transposed input too."""
+    x = random_normal((SHAPES | TILE_SHAPES)[shape], DTYPES[dtype], seed)
+    for view in (x, x.t()):
+        result = quantize(view, fmt, column_major=True)
+        assert_equals_reference(view, fmt, False, result, shape, column_major=True)
+        row_major, column_major, inverse = quantize_both(view, fmt)
+        assert_equals_reference(view, fmt, False, (row_major, inverse), shape)
+        assert_equals_reference(view, fmt, False, (column_major, inverse), shape, column_major=True)
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "layout"), cases(*LAYOUTS, formats_=("e4m3fn", "e4m3fnuz")))
 def test_layouts(fmt: str, dtype: str, layout: str, seed: int, quantize: Op, device: str) -> None:
     """A view gives what its copy gives; infinities between and around its elements are not read, nothing is written."""
     x = random_normal((13, 129), DTYPES[dtype], seed)
     held = guarded(x, layout, device)
-    for pow2 in MODES.values():
-        assert_equals_reference(x, fmt, pow2, quantize(held.view, fmt, pow2), layout)
+    for column_major in (False, True):
+        result = quantize(held.view, fmt, column_major=column_major)
+        assert_equals_reference(x, fmt, False, result, layout, column_major)
     held.assert_untouched()
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "word"), cases("odd-strides", formats_=("e4m3fnuz",), dtypes=("bf16",)))
+def test_odd_strides(fmt: str, dtype: str, word: str, seed: int, quantize: Op, device: str) -> None:
+    """Strides of zero (an expanded gradient) and a start that no vector load likes (ROCm/TransformerEngine#623)."""
+    x = random_normal((35, 70), DTYPES[dtype], seed).to(device)
+    for view in (x[:1].expand(40, -1), x[:, :1].expand(-1, 33), x[:1, :1].expand(5, 7), x[1:, 1:], x[:, 1::2], x[::2]):
+        for column_major in (False, True):
+            result = quantize(view, fmt, column_major=column_major)
+            assert_equals_reference(view, fmt, False, result, f"{tuple(view.stride())}", column_major)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "width"),
+    [pytest.param("e4m3fnuz", width, id=f"tensorwise-e4m3fnuz-tail-{width}") for width in TAIL_WIDTHS],
+)
+def test_tail_lanes_are_neutral(fmt: str, width: int, quantize: Op, device: str) -> None:
+    """All values -3 has amax 3 at any width, among infinities (ROCm/aiter#4288)."""
+    held = guarded(torch.full((3, width), -3.0, dtype=torch.bfloat16), "row-pitch", device)
+    codes, inverse = quantize(held.view, fmt)
+    expected = quantize_tensorwise_reference(torch.tensor([[-3.0]]), fmt)[1]
+    assert_bits_equal(expected, inverse, f"{fmt} inverse scale of -3")
+    assert codes.view(torch.uint8).unique().tolist() == [0xFF]  # -240
+
+
+@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"tensorwise-{fmt}-fp32-random-amax") for fmt in FORMATS])
+def test_random_amax(fmt: str, seed: int, quantize: Op) -> None:
+    """25 amax over all binades: the kernel's scales have the reference's bits (pytorch/pytorch#136181)."""
+    generator = torch.Generator().manual_seed(seed)
+    for bits in torch.randint(1, 0x7F800000, (25,), generator=generator).to(torch.int32):
+        x = bits.view(torch.float32).reshape(1, 1)
+        assert_equals_reference(x, fmt, False, quantize(x, fmt), f"amax {float(x)!r}")
+
+
+# --- a given scale ----------------------------------------------------------------------------------------------------
+
+GIVEN = {
+    "own": None,  # what the op would have found
+    "one": [0x3F800000],
+    "saturates": [0x461C4000],  # 10,000: most of it lies beyond MAX
+    "tiny": [0x00000001],
+    "nan": [0x7FC00000],
+    "negative-nan": [0xFFC00001],
+}
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "word"), cases(*GIVEN, dtypes=("bf16",)))
+def test_given_scale(
+    fmt: str,
+    dtype: str,
+    word: str,
+    seed: int,
+    quantize: Op,
+    quantize_both: Callable[..., tuple[torch.Tensor, ...]],
+    device: str,
+) -> None:
+    """A given scale is used as it is; amax is not looked at, so NaN and Inf are those of single elements."""
+    x = random_normal((40, 64), DTYPES[dtype], seed)
+    x[3, 17], x[5, 0], x[6, 1] = torch.nan, torch.inf, -torch.inf
+    given = GIVEN[word]
+    scale = (
+        scaling.scale_from_amax(scaling.amax(x[10:]), fmt, False) if given is None else from_bits(given, torch.float32)
+    )
+    expected = quantize_tensorwise_both_reference(x, fmt, False, scale)
+    if word == "one":
+        nan_code, maximum = formats.get(fmt).nan_code, formats.encode(torch.tensor([torch.inf]), fmt)[0]
+        assert [int(expected[0].view(torch.uint8)[at]) for at in ((3, 17), (5, 0))] == [nan_code, int(maximum)]
+    found = quantize_both(x, fmt, scale=scale.to(device))
+    for what, wanted, result in zip(("row-major", "column-major", "inverse"), expected, found, strict=True):
+        assert_bits_equal(wanted, result, f"{fmt} {word} {what}")
+    for pow2 in MODES.values():
+        codes, inverse = quantize(x, fmt, pow2, scale=scale.to(device))
+        assert_bits_equal(expected[2], inverse, f"{fmt} {word} inverse scale")
+        assert_bits_equal(expected[0], codes, f"{fmt} {word} codes")
+
+
+def test_given_scale_of_nothing(quantize: Op, device: str) -> None:
+    """An empty tensor has codes of its shape, and the inverse of the given scale."""
+    scale = torch.tensor([4.0], device=device)
+    for shape in ((0, 5), (5, 0)):
+        codes, inverse = quantize(torch.zeros(shape), "e4m3fn", scale=scale)
+        assert (tuple(codes.shape), float(inverse)) == (shape, 0.25)
 
 
 @pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"tensorwise-{fmt}-zero-row") for fmt in FORMATS])
@@ -151,12 +300,43 @@ def test_sqnr(fmt: str, size: str, seed: int, quantize: Op, record_property: Cal
         record_property(f"sqnr_{word}_db", measured)
 
 
-@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"tensorwise-{fmt}-opcheck") for fmt in FORMATS])
+def test_offsets_past_2e31(quantize: Op, device: str, tmp_path: Path) -> None:
+    """Rows whose offset passes 2^31 elements are found: index arithmetic has 64 bits. The buffer is sparse."""
+    pitch, width = 2**30, 33
+    size = 2 * pitch + width
+    if device == "cpu":
+        buffer = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.bfloat16)
+    else:
+        buffer = torch.zeros(size, dtype=torch.bfloat16, device=device)
+    view = buffer.as_strided((3, width), (pitch, 1))
+    x = random_normal((3, width), torch.bfloat16, seed=5)
+    view.copy_(x.to(device))
+    for column_major in (False, True):
+        result = quantize(view, "e4m3fnuz", column_major=column_major)
+        assert_equals_reference(x, "e4m3fnuz", False, result, "far rows", column_major)
+
+
+@pytest.mark.parametrize("fmt", [pytest.param("e4m3fnuz", id="tensorwise-e4m3fnuz-bf16-repeatable")])
+def test_repeatable(fmt: str, seed: int, quantize: Op) -> None:
+    """Call 2 gives the bits of call 1 (triton-lang/triton#4217), and the input is not written to."""
+    x = random_normal((257, 300), torch.bfloat16, seed)
+    before = x.clone()
+    first = quantize(x, fmt)
+    for expected, actual in zip(first, quantize(x, fmt), strict=True):
+        assert_bits_equal(expected, actual, "second run")
+    assert_bits_equal(before, x, "input after the op")
+
+
+@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"tensorwise-{fmt}-opcheck") for fmt in ("e4m3fnuz",)])
 def test_opcheck(fmt: str, device: str) -> None:
-    """The custom op passes torch's own checks; fake and real agree in shape, dtype, stride, for views and M = 0 too."""
+    """The custom ops pass torch's own checks; fake and real agree in shape, dtype, stride, for views and M = 0 too."""
     x = torch.randn((3, 17), device=device)
+    scale = torch.tensor(2.0, device=device)
+    op, both = torch.ops.fp8stack.quantize_tensorwise.default, torch.ops.fp8stack.quantize_tensorwise_both.default
     for given in (x, x.to(torch.bfloat16).t(), x[:0], x[:1]):
-        torch.library.opcheck(torch.ops.fp8stack.quantize_tensorwise.default, (given, fmt, False))
+        torch.library.opcheck(op, (given, fmt, False, None, False))
+        torch.library.opcheck(op, (given, fmt, False, scale, True))
+        torch.library.opcheck(both, (given, fmt, False, None))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +354,31 @@ def test_refuses(x: torch.Tensor, error: type[Exception], words: str, device: st
     """Other dtypes and ranks are refused by name."""
     with pytest.raises(error, match=words):
         quantize_tensorwise(x.to(device), "e4m3fn")
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        pytest.param(torch.ones(2), id="tensorwise-refuses-two-scales"),
+        pytest.param(torch.ones((), dtype=torch.float64), id="tensorwise-refuses-fp64-scale"),
+    ],
+)
+def test_refuses_scale(scale: torch.Tensor, device: str) -> None:
+    """A scale that is not one float32 number is refused."""
+    with pytest.raises(ValueError, match="one float32 number"):
+        quantize_tensorwise(torch.ones((2, 2), device=device), "e4m3fn", scale=scale.to(device))
+
+
+def test_every_arch_has_its_launch_rows() -> None:
+    """The launch table is total: every arch, every layout; parts divide the rows of a tile."""
+    from fp8stack.device import ARCHS
+
+    for arch in ARCHS:
+        for layout in tensorwise.LAYOUTS:
+            row = launch.config(tensorwise.TENSORWISE_CONFIGS, arch, layout)
+            assert row.rows % row.parts == 0
+    with pytest.raises(LookupError, match="gfx9-4-generic"):
+        launch.config(tensorwise.TENSORWISE_CONFIGS, "gfx9-4-generic", "row")
 
 
 # --- the thresholds ---------------------------------------------------------------------------------------------------

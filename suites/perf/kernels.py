@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
 import os
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -26,20 +28,22 @@ from pathlib import Path
 import torch
 
 from fp8stack import device, formats
-from fp8stack.kernels import launch, rowwise
+from fp8stack.kernels import blockwise, colwise, experts, groups, launch, mxfp8, rowwise, tensorwise
 from suites.perf import timing
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20_250
 
+Inputs = tuple[torch.Tensor, ...]
+Peer = Callable[[Inputs, str], object]
+
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: `op` on an (m, k) input of `dtype`."""
+    """One row of the table: `op` on an input of this shape (sizes named by OPS[op].axes) and `dtype`."""
 
     op: str
-    m: int
-    k: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     bar: float | None
     goal: float | None
@@ -73,40 +77,296 @@ def _rowwise_chain(x: torch.Tensor, fmt: formats.Format) -> tuple[torch.Tensor, 
     scale = torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
     q = (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
     return q, scale.reciprocal()
+        dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
+        sizes = (f"{axis}{size}" for axis, size in zip(OPS[self.op].axes, self.shape, strict=True))
+        return "-".join((self.op, fmt, dtype, *sizes))
 
 
 @dataclass(frozen=True)
 class Op:
-    """How an op is timed: bytes a call must move, our call, and the plain chain that it replaces."""
+    """How an op is timed.
 
+    axes: a letter a size of the shape. tests: suites/numerics/test_<tests>.py has its cases. bytes_moved: what a call
+    must move. call: our op on its inputs. chain: the plain operators that it replaces. inputs: what one call takes.
+    """
+
+    axes: str
+    tests: str
     bytes_moved: Callable[[Row], int]
-    call: Callable[[torch.Tensor, str], Callable[[], object]]
-    chain: Callable[[torch.Tensor, formats.Format], object]
+    call: Callable[[Inputs, str], object]
+    chain: Callable[[Inputs, formats.Format], object]
+    inputs: Callable[[Row, torch.Generator], Inputs]
 
 
-OPS: dict[str, Op] = {"rowwise": Op(_rowwise_bytes, _rowwise_call, _rowwise_chain)}
+def normal(row: Row, generator: torch.Generator) -> Inputs:
+    """One tensor of the row's shape: normal, mean 0, standard deviation 1."""
+    x = torch.randn(row.shape, device=generator.device, dtype=torch.float32, generator=generator)
+    return (x.to(row.dtype),)
 
 
-def _torchao_rowwise() -> Callable[[torch.Tensor, str], Callable[[], object]] | None:
-    """torchao's 2-D rowwise kernel, where torchao is installed and still has it under this name."""
+def grouped(row: Row, generator: torch.Generator) -> Inputs:
+    """A normal (m, n) tensor and offs of e groups: random ends, multiples of 16, of which the last is m."""
+    m, n, e = row.shape
+    x = torch.randn((m, n), device=generator.device, dtype=torch.float32, generator=generator)
+    ends = torch.randperm(m // 16 - 1, device=generator.device, generator=generator)[: e - 1] + 1
+    offs = torch.cat([ends.sort().values * 16, ends.new_full((1,), m)])
+    return x.to(row.dtype), offs.to(torch.int32)
+
+
+def _colwise_bytes(row: Row) -> int:
+    """Rows of gaps and tail are written too."""
+    m, n, e = row.shape
+    return m * n * row.dtype.itemsize + groups.padded_rows(m, e, groups.MULTIPLE) * n + 4 * e * n
+
+
+def _elements(row: Row) -> int:
+    return math.prod(row.shape)
+
+
+def _scale(x: torch.Tensor, fmt: formats.Format, dim: int) -> torch.Tensor:
+    """Power-of-two scales as upstream writes them, through log2 and exp2."""
+    amax = x.abs().amax(dim=dim, keepdim=True).to(torch.float64)
+    return torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
+
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, fmt: formats.Format) -> torch.Tensor:
+    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+def _rowwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    scale = _scale(inputs[0], fmt, -1)
+    return _cast(inputs[0], scale, fmt), scale.reciprocal()
+
+
+def _transposed_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    scale = _scale(inputs[0], fmt, -2)
+    return _cast(inputs[0], scale, fmt).transpose(-2, -1).contiguous(), scale.reciprocal()
+
+
+def _both_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    return _rowwise_chain(inputs, fmt), _transposed_chain(inputs, fmt)
+
+
+def _colwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    """Groups as a segmented maximum; without the padding that our output has."""
+    x, offs = inputs
+    group = torch.searchsorted(offs, torch.arange(x.shape[0], device=x.device, dtype=torch.int32), right=True)
+    amax = torch.zeros((offs.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+    amax = amax.scatter_reduce(0, group[:, None].expand_as(x), x.abs(), "amax").to(torch.float64)
+    scale = torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
+    return _cast(x, scale[group], fmt).t().contiguous().t(), scale.reciprocal()
+
+
+def _tensorwise_chain(inputs: Inputs, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = fmt.max / inputs[0].abs().amax().to(torch.float64).clamp(min=1e-12)
+    return _cast(inputs[0], scale.float(), fmt), scale.float().reciprocal()
+
+
+def _tensorwise_column_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    codes, inverse_scale = _tensorwise_chain(inputs, fmt)
+    return codes.t().contiguous(), inverse_scale
+
+
+def _tensorwise_both_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    codes, inverse_scale = _tensorwise_chain(inputs, fmt)
+    return codes, codes.t().contiguous(), inverse_scale
+
+
+def _blocks(row: Row, rows: int, columns: int) -> int:
+    return -(-row.shape[0] // rows) * -(-row.shape[1] // columns)
+
+
+def _block_amax(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """max |x| of each block, spread over x again; for sizes that blocks divide."""
+    m, k = x.shape
+    amax = x.abs().view(m // rows, rows, k // columns, columns).amax(dim=(1, 3))
+    return amax.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+def _blockwise(unit: str, column_major: bool) -> Op:
+    rows, columns = blockwise.UNITS[unit]
+
+    def chain(inputs: Inputs, fmt: formats.Format) -> object:
+        scale = (fmt.max / _block_amax(*inputs, rows, columns).to(torch.float64).clamp(min=1e-12)).float()
+        codes = _cast(*inputs, scale, fmt)
+        return (codes.t().contiguous() if column_major else codes), scale[::rows, ::columns].reciprocal()
+
+    return Op(
+        axes="mk",
+        tests="blockwise",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * _blocks(row, rows, columns),
+        call=lambda inputs, fmt: blockwise.quantize_blockwise(*inputs, fmt, unit, column_major),
+        chain=chain,
+        inputs=normal,
+    )
+
+
+def _mxfp8(dim: int) -> Op:
+    rows, columns = (1, mxfp8.BLOCK) if dim == 1 else (mxfp8.BLOCK, 1)
+
+    def chain(inputs: Inputs, fmt: formats.Format) -> object:
+        amax = _block_amax(*inputs, rows, columns).float()
+        exponent = torch.floor(torch.log2(amax.clamp(min=2.0**-126))) - math.floor(math.log2(fmt.max))
+        codes = _cast(*inputs, torch.exp2(-exponent), fmt)
+        byte = (exponent[::rows, ::columns] + 127).to(torch.uint8)
+        return (codes, byte) if dim == 1 else (codes.t().contiguous(), byte.t().contiguous())
+
+    return Op(
+        axes="mk",
+        tests="mxfp8",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + _blocks(row, rows, columns),
+        call=lambda inputs, fmt: mxfp8.quantize_mxfp8(*inputs, fmt, "floor", dim),
+        chain=chain,
+        inputs=normal,
+    )
+
+
+OPS: dict[str, Op] = {
+    "blockwise_1x128": _blockwise("1x128", False),
+    "blockwise_128x1": _blockwise("128x1", True),  # the right operand of a weight gradient
+    "blockwise_128x128": _blockwise("128x128", False),
+    "blockwise_128x128_turned": _blockwise("128x128", True),
+    "mxfp8_rows": _mxfp8(1),
+    "mxfp8_columns": _mxfp8(0),
+    # The maximum and the cast each read the tensor once.
+    "tensorwise": Op(
+        axes="mk",
+        tests="tensorwise",
+        bytes_moved=lambda row: _elements(row) * (2 * row.dtype.itemsize + 1),
+        call=lambda inputs, fmt: tensorwise.quantize_tensorwise(*inputs, fmt),
+        chain=_tensorwise_chain,
+        inputs=normal,
+    ),
+    "tensorwise_column": Op(
+        axes="mk",
+        tests="tensorwise",
+        bytes_moved=lambda row: _elements(row) * (2 * row.dtype.itemsize + 1),
+        call=lambda inputs, fmt: tensorwise.quantize_tensorwise(*inputs, fmt, column_major=True),
+        chain=_tensorwise_column_chain,
+        inputs=normal,
+    ),
+    "tensorwise_both": Op(
+        axes="mk",
+        tests="tensorwise",
+        bytes_moved=lambda row: _elements(row) * (2 * row.dtype.itemsize + 2),
+        call=lambda inputs, fmt: tensorwise.quantize_tensorwise_both(*inputs, fmt),
+        chain=_tensorwise_both_chain,
+        inputs=normal,
+    ),
+    "rowwise": Op(
+        axes="mk",
+        tests="rowwise",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * row.shape[0],
+        call=lambda inputs, fmt: rowwise.quantize_rowwise(*inputs, fmt),
+        chain=_rowwise_chain,
+        inputs=normal,
+    ),
+    "colwise": Op(
+        axes="mne",
+        tests="colwise",
+        bytes_moved=_colwise_bytes,
+        call=lambda inputs, fmt: colwise.quantize_colwise_grouped(*inputs, fmt),
+        chain=_colwise_chain,
+        inputs=grouped,
+    ),
+    "experts": Op(
+        axes="enk",
+        tests="experts",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * row.shape[0] * row.shape[1],
+        call=lambda inputs, fmt: experts.quantize_experts(*inputs, fmt),
+        chain=_rowwise_chain,
+        inputs=normal,
+    ),
+    "experts_transposed": Op(
+        axes="enk",
+        tests="experts",
+        bytes_moved=lambda row: _elements(row) * (row.dtype.itemsize + 1) + 4 * row.shape[0] * row.shape[2],
+        call=lambda inputs, fmt: experts.quantize_experts_transposed(*inputs, fmt),
+        chain=_transposed_chain,
+        inputs=normal,
+    ),
+    "experts_both": Op(
+        axes="enk",
+        tests="experts",
+        bytes_moved=lambda row: (
+            _elements(row) * (row.dtype.itemsize + 2) + 4 * row.shape[0] * (row.shape[1] + row.shape[2])
+        ),
+        call=lambda inputs, fmt: experts.quantize_experts_both(*inputs, fmt),
+        chain=_both_chain,
+        inputs=normal,
+    ),
+}
+
+# Expert weights (E, N, K): DeepSeek 16B; Llama 4; DeepSeek 671B at expert parallel 8.
+_EXPERTS = ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048))
+
+# Grouped rows (M, N, E), with the bar of the specification.
+_GROUPED = (((16640, 2048, 64), 0.45), ((16640, 5120, 64), 0.52), ((16640, 5120, 128), 0.44), ((32768, 7168, 32), 0.56))
+
+_ACTIVATIONS = ((16640, 2048), (16640, 5120), (32768, 7168))
+
+# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.
+ROWS = (
+    Row("rowwise", (16640, 2048), torch.bfloat16, 0.75, 0.85),
+    Row("rowwise", (16640, 5120), torch.bfloat16, 0.88, 0.95),
+    Row("rowwise", (32768, 7168), torch.bfloat16, 0.88, 0.95),
+    Row("rowwise", (16640, 5120), torch.float32, None, None),
+    # Llama 8B: a weight, its inputs.
+    *(
+        Row("tensorwise", shape, torch.bfloat16, 0.85, 0.92)
+        for shape in ((14336, 4096), (8192, 4096), (8192, 14336), (16640, 5120))
+    ),
+    *(Row("blockwise_1x128", shape, torch.bfloat16, 0.85, 0.93) for shape in _ACTIVATIONS),
+    *(Row("blockwise_128x1", shape, torch.bfloat16, 0.60, 0.80) for shape in _ACTIVATIONS),
+    *(Row("blockwise_128x128", shape, torch.bfloat16, 0.85, 0.93) for shape in ((14336, 4096), (18432, 7168))),
+    Row("blockwise_128x128_turned", (18432, 7168), torch.bfloat16, 0.60, 0.80),
+    *(Row("mxfp8_rows", shape, torch.bfloat16, 0.85, 0.93) for shape in _ACTIVATIONS),
+    *(Row("mxfp8_columns", shape, torch.bfloat16, 0.60, 0.80) for shape in _ACTIVATIONS),
+    Row("tensorwise_column", (14336, 4096), torch.bfloat16, None, None),
+    Row("tensorwise_both", (14336, 4096), torch.bfloat16, None, None),
+    *(Row("colwise", shape, torch.bfloat16, bar, 0.70) for shape, bar in _GROUPED),
+    *(Row("experts", shape, torch.bfloat16, 0.92, 0.97) for shape in _EXPERTS),
+    *(Row("experts_transposed", shape, torch.bfloat16, 0.57, 0.75) for shape in _EXPERTS),
+    *(Row("experts_both", shape, torch.bfloat16, 0.58, 0.75) for shape in _EXPERTS),
+)
+
+
+def _torchao(name: str, module: str) -> Callable[..., object] | None:
+    """A torchao kernel, where torchao is installed and still has it under this name."""
     if importlib.util.find_spec("torchao") is None:
         return None
-    from torchao.prototype.moe_training.kernels import float8_rowwise as peer  # type: ignore[import-not-found]
+    try:
+        found = importlib.import_module(f"torchao.prototype.moe_training.kernels.{module}")
+    except ImportError:
+        return None
+    return getattr(found, name, None)
 
-    quantise = getattr(peer, "triton_fp8_rowwise_2d_scale_and_cast", None)
+
+def _torchao_rowwise() -> Peer | None:
+    """torchao's 2-D rowwise kernel."""
+    quantise = _torchao("triton_fp8_rowwise_2d_scale_and_cast", "float8_rowwise")
     if quantise is None:
         return None
-    return lambda x, fmt: lambda: quantise(x, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
+    return lambda inputs, fmt: quantise(*inputs, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
 
 
-PEERS: dict[str, Callable[[], Callable[[torch.Tensor, str], Callable[[], object]] | None]] = {
-    "rowwise": _torchao_rowwise
+def _torchao_transposed() -> Peer | None:
+    """torchao's 3-D kernel that transposes the codes of expert weights."""
+    quantise = _torchao("triton_fp8_rowwise_3d_transpose_rhs", "float8_rowwise")
+    if quantise is None:
+        return None
+    return lambda inputs, fmt: quantise(*inputs, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
+
+
+PEERS: dict[str, Callable[[], Peer | None]] = {
+    "rowwise": _torchao_rowwise,
+    "experts_transposed": _torchao_transposed,
 }
 
 
 def check_first(ops: Sequence[str]) -> int:
     """Run the numerics cases of `ops` through pytest on this GPU; pytest's exit code."""
-    rules = " or ".join(f"test_{op}" for op in ops)
+    rules = " or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "suites/numerics", "-k", rules]
     print("correct first:", " ".join(command[1:]), file=sys.stderr, flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -117,22 +377,19 @@ def time_row(row: Row, fmt: str, where: torch.device, rounds: int) -> dict[str, 
     op = OPS[row.op]
     moved = op.bytes_moved(row)
     generator = torch.Generator(device=where).manual_seed(SEED)
-    inputs = [
-        torch.randn(row.m, row.k, device=where, dtype=torch.float32, generator=generator).to(row.dtype)
-        for _ in range(timing.rotations(moved))
-    ]
+    inputs = [op.inputs(row, generator) for _ in range(timing.rotations(moved))]
     with launch.recording() as ran:
-        op.call(inputs[0], fmt)()
+        op.call(inputs[0], fmt)
     implementation = next(iter(ran.values()))
     copy = timing.copy_probe(where)
-    candidates = [copy, timing.Candidate("ours", [op.call(x, fmt) for x in inputs], moved)]
+    candidates = [copy, timing.Candidate("ours", [lambda x=x: op.call(x, fmt) for x in inputs], moved)]
     if formats.get(fmt).name == device.detect(where).target.e4m3:  # else Inductor has no cast to this format
         chain = torch.compile(op.chain, fullgraph=True)
         spec = formats.get(fmt)
         candidates.append(timing.Candidate("compiled chain", [lambda x=x: chain(x, spec) for x in inputs], moved))
-        peer = PEERS[row.op]() if row.dtype == torch.bfloat16 else None
+        peer = PEERS[row.op]() if row.op in PEERS and row.dtype == torch.bfloat16 else None
         if peer is not None:
-            candidates.append(timing.Candidate("torchao", [peer(x, fmt) for x in inputs], moved))
+            candidates.append(timing.Candidate("torchao", [lambda x=x: peer(x, fmt) for x in inputs], moved))
     timed = timing.measure(candidates, rounds)
     shares = {
         c.name: timing.share_of_copy(timed[c.name], c.bytes_moved, timed["copy"], copy.bytes_moved)
@@ -184,13 +441,13 @@ def provenance(where: torch.device, found: device.Detected) -> dict[str, object]
 
 def render(rows: Sequence[dict[str, object]]) -> str:
     """The table for people: microseconds, GB/s, share of the copy beside bar and goal, speed-up over the others."""
-    lines = [f"{'case':42} {'ran':9} {'us':>8} {'GB/s':>6} {'of copy':>7} {'bar':>5} {'goal':>5}  against"]
+    lines = [f"{'case':54} {'ran':9} {'us':>8} {'GB/s':>6} {'of copy':>7} {'bar':>5} {'goal':>5}  against"]
     for row in rows:
         us, share = row["median_us"], row["share_of_copy"]
         against = ", ".join(f"{us[n] / us['ours']:.2f}x {n}" for n in us if n not in ("copy", "ours"))
         bar, goal = ("-" if row[n] is None else f"{row[n]:.2f}" for n in ("bar", "goal"))
         lines.append(
-            f"{row['case']:42} {row['implementation']:9} {us['ours']:8.1f} {row['bytes'] / us['ours'] / 1e3:6.0f} "
+            f"{row['case']:54} {row['implementation']:9} {us['ours']:8.1f} {row['bytes'] / us['ours'] / 1e3:6.0f} "
             f"{share['ours']:7.3f} {bar:>5} {goal:>5}  {against or '-'}"
         )
     return "\n".join(lines)

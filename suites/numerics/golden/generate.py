@@ -12,6 +12,7 @@ Files, one row a line, all numbers as hexadecimal bit patterns (INDEX.json: rows
                              both signs, then the cast rows by name
     rowwise.<format>.csv     name, dtype, pow2, x, codes, scale, inverse_scale: x is one scaling unit
     tensorwise.<format>.csv  the same, rows of the 2-D x separated by "/"
+    mxfp8.<format>.csv       name, dtype, mode, x, codes, byte: x is one block of at most 32, mode rounds its scale
     e8m0fnu.decode.csv       byte, float32 bits
 
 Run `python suites/numerics/golden/generate.py` to write them, with `--check` to compare without writing (exit 1 on a
@@ -233,6 +234,77 @@ def quantize_unit(unit: list[int], spec: Spec, pow2: bool, table: dict[int, int]
     return codes, scale, inverse_scale(scale)
 
 
+MX_FORMATS = ("e4m3fn", "e5m2")
+MX_MODES = ("floor", "ceil", "even", "rceil")
+
+
+def floor_log2(units_: int) -> int:
+    """floor(log2) of a positive integer number of units."""
+    return units_.bit_length() - 1 - UNIT
+
+
+def ceil_log2(units_: int) -> int:
+    """ceil(log2) of a positive integer number of units."""
+    return (units_ - 1).bit_length() - UNIT
+
+
+def mx_exponent(amax_bits: int, spec: Spec, mode: str) -> int:
+    """E of a block with this finite amax, before it is clamped: the scale is 2^E."""
+    amax = magnitude(amax_bits)
+    emax = spec.maximum.bit_length() - 1
+    if amax == 0:
+        return -127
+    if mode == "floor":
+        return floor_log2(amax) - emax
+    if mode == "ceil":
+        return ceil_log2(amax) - emax
+    if mode == "even":
+        dropped = max(0, amax.bit_length() - 1 - spec.mantissa_bits)
+        half = 1 << dropped >> 1
+        return floor_log2((amax + half) >> dropped << dropped) - emax
+    inverse = round_to_float32(1 << UNIT, spec.maximum)
+    product = magnitude(round_to_float32(amax * magnitude(inverse), 1 << UNIT))
+    return ceil_log2(product) if product else -127
+
+
+def quantize_mx(unit: list[int], spec: Spec, mode: str, table: dict[int, int]) -> tuple[list[int], int]:
+    """(codes, E8M0 byte) of one block given as float32 bits."""
+    amax_bits = max(bits & ~SIGN for bits in unit)
+    if not is_finite(amax_bits):
+        return [spec.nan_code] * len(unit), 0xFF
+    exponent = min(max(mx_exponent(amax_bits, spec, mode), -127), 127)
+    factor = magnitude(power_of_two(-exponent))
+    products = [round_to_float32(magnitude(bits) * factor, 1 << UNIT) | bits & SIGN for bits in unit]
+    return [encode(product, spec, table) for product in products], exponent + 127
+
+
+def mx_units(spec: Spec, dtype: str) -> dict[str, list[int]]:
+    """The units of the other ops, and amax where the modes differ, where E is clamped, where a product is subnormal."""
+    step = 1 if dtype == "fp32" else 1 << 16
+
+    def near(value: float) -> int:
+        return nearest_float32(value) & -step
+
+    result = dict(units(spec, dtype))
+    amax = {
+        "6": near(6.0),
+        "0-3": near(0.3),
+        "2^-140": power_of_two(-140) & -step,
+        "2^-127": power_of_two(-127),
+        "2^-126": power_of_two(-126),
+        "3e38": near(3e38),
+        "rounds-up": near(2.0 - 2.0 ** -(spec.mantissa_bits + 1)),
+        "rounds-up-small": near((2.0 - 2.0 ** -(spec.mantissa_bits + 1)) * 2.0**-7),
+    }
+    for exponent in (-135, -127, -126, -7, 0, 7):
+        amax[f"maximum-2^{exponent}"] = near(spec.maximum * 2.0**exponent)
+    for name, bits in amax.items():
+        for label, by in (("", 0), ("-ulp-up", step), ("-ulp-down", -step)):
+            if bits + by >= 0:
+                result[f"mx-{name}{label}"] = [bits + by, (max(bits - (1 << 23), 0) & -step) | SIGN, bits // 2 & -step]
+    return result
+
+
 def units(spec: Spec, dtype: str) -> dict[str, list[int]]:
     """Named scaling units of the contract as float32 bits that ``dtype`` holds exactly."""
     step = 1 if dtype == "fp32" else 1 << 16  # one ulp of the input dtype in float32 bits
@@ -361,6 +433,19 @@ def op_file(op: str, spec: Spec) -> list[str]:
     return rows
 
 
+def mx_file(spec: Spec) -> list[str]:
+    """Rows of MXFP8: name, dtype, mode, x, codes, scale byte."""
+    table = magnitudes(spec)
+    rows = ["name,dtype,mode,x,codes,byte"]
+    for dtype in ("bf16", "fp32"):
+        for name, unit in mx_units(spec, dtype).items():
+            x = " ".join(written(bits, dtype) for bits in unit)
+            for mode in MX_MODES:
+                codes, byte = quantize_mx(unit, spec, mode, table)
+                rows.append(f"{name},{dtype},{mode},{x},{bytes(codes).hex()},{byte:02x}")
+    return rows
+
+
 def files() -> dict[str, str]:
     """File name -> text, the index included."""
     made: dict[str, list[str]] = {"e8m0fnu.decode.csv": e8m0_file()}
@@ -369,6 +454,8 @@ def files() -> dict[str, str]:
         made[f"{name}.encode.csv"] = encode_file(spec)
         for op in ("rowwise", "tensorwise"):
             made[f"{op}.{name}.csv"] = op_file(op, spec)
+        if name in MX_FORMATS:
+            made[f"mxfp8.{name}.csv"] = mx_file(spec)
     texts = {name: "\n".join(lines) + "\n" for name, lines in sorted(made.items())}
     index = {
         name: {"rows": text.count("\n") - 1, "sha256": hashlib.sha256(text.encode("ascii")).hexdigest()}

@@ -16,9 +16,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FORMATS = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
 OPS = ("rowwise", "tensorwise")
+MX_FORMATS = ("e4m3fn", "e5m2")
 # Part of a file's name -> the fewest rows that it may have, whatever the index says.
 # Casts: at least 124 midpoints (e5m2), three float32 each, two signs, and the cast rows.
-FLOORS = {".decode.": 256, ".encode.": 6 * 124 + 30, "rowwise.": 60, "tensorwise.": 60}
+FLOORS = {".decode.": 256, ".encode.": 6 * 124 + 30, "rowwise.": 60, "tensorwise.": 60, "mxfp8.": 60}
 ADVICE = "restore it with: python suites/numerics/golden/generate.py"
 
 
@@ -46,6 +47,18 @@ class Unit:
     codes: tuple[tuple[int, ...], ...]
     scale: int
     inverse_scale: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """One MXFP8 block: input bits (of ``dtype``) to codes and E8M0 byte, the scale rounded by ``mode``."""
+
+    name: str
+    dtype: str
+    mode: str
+    x: tuple[int, ...]
+    codes: tuple[int, ...]
+    byte: int
 
 
 def read_rows(name: str, folder: Path = HERE) -> list[list[str]]:
@@ -99,4 +112,13 @@ def units(op: str, fmt: str) -> tuple[Unit, ...]:
             int(inverse, 16),
         )
         for name, dtype, pow2, x, codes, scale, inverse in read_rows(f"{op}.{fmt}.csv")
+    )
+
+
+@cache
+def blocks(fmt: str) -> tuple[Block, ...]:
+    """MXFP8 blocks of an OCP format, in all rounding modes."""
+    return tuple(
+        Block(name, dtype, mode, tuple(int(bits, 16) for bits in x.split()), tuple(bytes.fromhex(codes)), int(byte, 16))
+        for name, dtype, mode, x, codes, byte in read_rows(f"mxfp8.{fmt}.csv")
     )

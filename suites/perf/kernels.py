@@ -17,8 +17,8 @@ import datetime
 import importlib
 import importlib.util
 import json
-import os
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -49,34 +49,6 @@ class Row:
     goal: float | None
 
     def case(self, fmt: str) -> str:
-        return (
-            f"{self.op}-{fmt}-{str(self.dtype).removeprefix('torch.').replace('bfloat16', 'bf16')}-m{self.m}-k{self.k}"
-        )
-
-
-# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: as specified for an H200.
-ROWS = (
-    Row("rowwise", 16640, 2048, torch.bfloat16, 0.75, 0.85),
-    Row("rowwise", 16640, 5120, torch.bfloat16, 0.88, 0.95),
-    Row("rowwise", 32768, 7168, torch.bfloat16, 0.88, 0.95),
-    Row("rowwise", 16640, 5120, torch.float32, None, None),
-)
-
-
-def _rowwise_bytes(row: Row) -> int:
-    return row.m * row.k * (row.dtype.itemsize + 1) + 4 * row.m
-
-
-def _rowwise_call(x: torch.Tensor, fmt: str) -> Callable[[], object]:
-    return lambda: rowwise.quantize_rowwise(x, fmt)
-
-
-def _rowwise_chain(x: torch.Tensor, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chain of plain operators that the kernel replaces, as upstream writes it (power-of-two scales)."""
-    amax = x.abs().amax(dim=1, keepdim=True).to(torch.float64)
-    scale = torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
-    q = (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
-    return q, scale.reciprocal()
         dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
         sizes = (f"{axis}{size}" for axis, size in zip(OPS[self.op].axes, self.shape, strict=True))
         return "-".join((self.op, fmt, dtype, *sizes))
@@ -111,6 +83,12 @@ def grouped(row: Row, generator: torch.Generator) -> Inputs:
     ends = torch.randperm(m // 16 - 1, device=generator.device, generator=generator)[: e - 1] + 1
     offs = torch.cat([ends.sort().values * 16, ends.new_full((1,), m)])
     return x.to(row.dtype), offs.to(torch.int32)
+
+
+def grouped_pair(row: Row, generator: torch.Generator) -> Inputs:
+    """Two such tensors and the offs of both."""
+    x, _ = grouped(row, generator)
+    return x, *grouped(row, generator)
 
 
 def _colwise_bytes(row: Row) -> int:
@@ -155,6 +133,11 @@ def _colwise_chain(inputs: Inputs, fmt: formats.Format) -> object:
     amax = amax.scatter_reduce(0, group[:, None].expand_as(x), x.abs(), "amax").to(torch.float64)
     scale = torch.exp2(torch.floor(torch.log2((fmt.max / amax.clamp(min=1e-12)).float())))
     return _cast(x, scale[group], fmt).t().contiguous().t(), scale.reciprocal()
+
+
+def _colwise_pair_chain(inputs: Inputs, fmt: formats.Format) -> object:
+    x, y, offs = inputs
+    return _colwise_chain((x, offs), fmt), _colwise_chain((y, offs), fmt)
 
 
 def _tensorwise_chain(inputs: Inputs, fmt: formats.Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,6 +252,14 @@ OPS: dict[str, Op] = {
         chain=_colwise_chain,
         inputs=grouped,
     ),
+    "colwise_pair": Op(
+        axes="mne",
+        tests="colwise",
+        bytes_moved=lambda row: 2 * _colwise_bytes(row),
+        call=lambda inputs, fmt: colwise.quantize_colwise_grouped_pair(*inputs, fmt),
+        chain=_colwise_pair_chain,
+        inputs=grouped_pair,
+    ),
     "experts": Op(
         axes="enk",
         tests="experts",
@@ -305,7 +296,7 @@ _GROUPED = (((16640, 2048, 64), 0.45), ((16640, 5120, 64), 0.52), ((16640, 5120,
 
 _ACTIVATIONS = ((16640, 2048), (16640, 5120), (32768, 7168))
 
-# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: numerics.md, section 3, H200.
+# Shapes: #4069's sweep and DeepSeek-V3 at expert parallel 8. Bars and goals: as specified for an H200.
 ROWS = (
     Row("rowwise", (16640, 2048), torch.bfloat16, 0.75, 0.85),
     Row("rowwise", (16640, 5120), torch.bfloat16, 0.88, 0.95),
@@ -324,7 +315,7 @@ ROWS = (
     *(Row("mxfp8_columns", shape, torch.bfloat16, 0.60, 0.80) for shape in _ACTIVATIONS),
     Row("tensorwise_column", (14336, 4096), torch.bfloat16, None, None),
     Row("tensorwise_both", (14336, 4096), torch.bfloat16, None, None),
-    *(Row("colwise", shape, torch.bfloat16, bar, 0.70) for shape, bar in _GROUPED),
+    *(Row(op, shape, torch.bfloat16, bar, 0.70) for op in ("colwise", "colwise_pair") for shape, bar in _GROUPED),
     *(Row("experts", shape, torch.bfloat16, 0.92, 0.97) for shape in _EXPERTS),
     *(Row("experts_transposed", shape, torch.bfloat16, 0.57, 0.75) for shape in _EXPERTS),
     *(Row("experts_both", shape, torch.bfloat16, 0.58, 0.75) for shape in _EXPERTS),

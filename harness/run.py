@@ -92,8 +92,9 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
         _copy_judged_with(request, out)
         run = _describe(request, suites, machine, run_id, started)
-        with triton_cache() as cache:
-            lanes = _lanes(request, suites, machine, out, run_id, cache)
+        with triton_cache() as cache, tempfile.TemporaryDirectory(prefix="fp8ci-inductor-") as inductor:
+            caches = {"TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": inductor}
+            lanes = _lanes(request, suites, machine, out, run_id, caches)
             run["jobs"] = [
                 {"suite": job.suite, "lane": number, "workers": job.workers, "threads": job.threads}
                 for number, lane in enumerate(lanes)
@@ -284,9 +285,12 @@ def _lanes(
     machine: capabilities.Capabilities,
     out: Path,
     run_id: str,
-    cache: str,
+    caches: Mapping[str, str],
 ) -> Lanes:
-    """The jobs of this run. No other run has its Triton cache, and each worker takes a folder of its own in it."""
+    """The jobs of this run. No other run has its compile caches, and each worker takes a folder of its own in them.
+
+    Inductor's starts empty: one that other environments had filled gave kernels that refused their arguments.
+    """
     options = ["--fp8-out", str(out), "--fp8-platform", request.platform.id, "--fp8-run-id", run_id]
     options += ["--fp8-capabilities", str(out / CAPABILITIES_FILE)]
     if request.case is not None:
@@ -298,7 +302,7 @@ def _lanes(
         case=request.case,
         options=options,
         pytest_args=request.pytest_args,
-        environment={"TRITON_CACHE_DIR": cache, **request.env_overrides},
+        environment={**caches, **request.env_overrides},
         gpus=machine.gpus,
         cores=request.cores,
     )

@@ -4,7 +4,10 @@
     formats.py   the four FP8 formats and E8M0: encode, decode, saturating cast
     scaling.py   amax -> scale -> codes in plain torch: the specification
     kernels/     one family a file: reference, kernel, launcher
-    linear.py    FP8 linear layers with their autograd
+    linear.py    FP8 linear layers with their autograd, convert_to_float8
+    models.py    Llama 3 from one table of sizes
+    train.py     the trainer; data.py its tokens, metrics.py what a step reports
+    _triton.py   the only module that imports triton; compiles for an arch that is not here
 
 This file imports nothing, so `import fp8stack` needs neither torch, triton nor a GPU.
 """

@@ -20,9 +20,11 @@ Not here: which arch this machine has (device.py), what the listing says (harnes
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 class TritonUnavailable(RuntimeError):
     """Triton is not installed, or this process cannot do with it what was asked (it interprets)."""
+
+
+class CompilationFailed(RuntimeError):
+    """Triton's compiler died or refused a kernel for an arch."""
 
 
 class UnsupportedTarget(TypeError):
@@ -122,12 +128,9 @@ def _version(text: str) -> tuple[int, int]:
 TRITON_VERSION: tuple[int, int] | None = None if triton is None else _version(triton.__version__)
 """(major, minor) of the installed Triton, None without it. Listings and baselines are kept per minor version."""
 
-INTERPRETING: bool = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in (
-    "1",
-    "true",
-    "yes",
-    "on",
-)
+# What Triton itself takes for true.
+_TRUE = ("1", "y", "yes", "on", "true")
+INTERPRETING: bool = triton is not None and os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 """Whether kernels run in Triton's interpreter: decided by the environment at the first import, for good."""
 
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -208,22 +211,29 @@ TARGETS: dict[str, Target] = {
 """Arch name -> target. Lanes a wave: 64 on CDNA, 32 on RDNA (AMD ISA manuals) and on NVIDIA."""
 
 _EVERY = ((3, 6), (3, 7), (3, 8), (3, 9))
-_FROM_3_7 = _EVERY[1:]
 _ONLY_3_9 = _EVERY[3:]
 NATIVE_CASTS: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
-    ("gfx942", "e4m3fnuz"): _EVERY,
-    ("gfx942", "e5m2fnuz"): _FROM_3_7,
-    ("gfx950", "e4m3fn"): _FROM_3_7,
-    ("gfx950", "e5m2"): _FROM_3_7,
+    **{("gfx942", fmt): _EVERY for fmt in ("e4m3fnuz", "e5m2fnuz")},
+    **{("gfx950", fmt): _EVERY for fmt in ("e4m3fn", "e5m2")},
     ("sm_89", "e4m3fn"): _ONLY_3_9,
     ("sm_89", "e5m2"): _ONLY_3_9,
     **{(f"sm_{number}", fmt): _EVERY for number in (90, 100, 120) for fmt in ("e4m3fn", "e5m2")},
 }
 """(arch, format) -> Triton minor versions whose float32 cast to that format is one hardware instruction, rounded once.
 
-Found by cross-compiling and reading the listing (suites/codegen asserts it for the installed version). What is not
-here goes through the integer encoder of kernels/cast.py: FNUZ on NVIDIA does not compile at all, OCP on gfx942 is a
-software sequence, and on sm_89 before 3.9 the cast goes through float16 and rounds twice.
+Found by cross-compiling with 3.6.0, 3.7.1, 3.8.0 and 3.9.0, each pair in a process of its own, and reading the listing
+(suites/codegen asserts it for the installed version). What is not here goes through the integer encoder of
+kernels/cast.py: FNUZ on NVIDIA does not compile at all, OCP on gfx942 is a software sequence, and on sm_89 before 3.9
+the cast goes through float16 and rounds twice.
+"""
+
+ONE_AMD_ARCH_A_PROCESS = ((3, 6),)
+"""Triton versions that remember the first AMD arch a process compiles for.
+
+3.6.0 decides once a process which FP8 conversions the hardware has: after gfx942, gfx950 gets software sequences
+(fp8_encode software, 5,380 bytes of code instead of 1,956 for the same kernel), and after gfx950, gfx942 aborts in an
+assertion (Fp32_to_Fp8E4M3FNUZ_SW). A launch never meets this: a process drives one arch. Cross-compiling does, so with
+these versions each AMD compilation runs in a forked child. Delete this with support for 3.6; 3.7.1 is cured.
 """
 
 _TYPE_FORMATS = {"fp8e4nv": "e4m3fn", "fp8e4b8": "e4m3fnuz", "fp8e5": "e5m2", "fp8e5b16": "e5m2fnuz"}
@@ -286,10 +296,52 @@ def _refuse_unsupported(spec: CompileSpec, arch_name: str, target: Target) -> No
         )
 
 
+def _compile(source: Any, target: Target, options: Mapping[str, Any]) -> Compiled:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile
+
+    compiled = compile(source, GPUTarget(target.backend, target.triton_arch, target.wave_size), dict(options))
+    stages = ("ttir", "ttgir", "llir", "amdgcn", "hsaco", "ptx", "cubin")
+    metadata = {name: value for name, value in compiled.metadata._asdict().items() if name != "target"}
+    return Compiled({stage: compiled.asm[stage] for stage in stages if stage in compiled.asm}, metadata)
+
+
+def _compile_in_child(what: str, *arguments: Any) -> Compiled:
+    """`_compile` in a forked child, which sees this process's kernels and leaves no trace in it."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            sender.send(_compile(*arguments))
+        except Exception as error:
+            sender.send(f"{type(error).__name__}: {error}")
+
+    child = context.Process(target=work, daemon=True)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads at every fork; the child compiles, which needs none of them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    sender.close()
+    try:
+        answer = receiver.recv()
+    except EOFError:
+        answer = None
+    child.join()
+    if isinstance(answer, Compiled):
+        return answer
+    raise CompilationFailed(
+        f"{what}: Triton {'.'.join(map(str, TRITON_VERSION or ()))} "
+        f"{'died with exit code ' + str(child.exitcode) if answer is None else 'refused: ' + answer}; expected a "
+        "compiled kernel; its messages on stderr say where, and another Triton version may do better"
+    )
+
+
 def cross_compile(spec: CompileSpec, arch_name: str) -> Compiled:
     """Compile `spec` for an arch that need not be here; initialises no GPU.
 
     Raises:
+        CompilationFailed: Triton's compiler died or refused, where it runs in a child (ONE_AMD_ARCH_A_PROCESS).
         TritonUnavailable: no triton, or this process interprets (TRITON_INTERPRET=1).
         UnsupportedTarget: unknown arch, FNUZ on NVIDIA, or a native cast that the target lacks; before compiling.
         ValueError: signature and constexprs do not name the kernel's arguments exactly.
@@ -317,8 +369,7 @@ def cross_compile(spec: CompileSpec, arch_name: str) -> Compiled:
             f"{spec.case}: hints on {stray}, which are no runtime arguments; expected names of {sorted(spec.signature)}"
         )
 
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+    from triton.compiler import ASTSource
 
     attrs: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(names):
@@ -336,16 +387,10 @@ def cross_compile(spec: CompileSpec, arch_name: str) -> Compiled:
         constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
         attrs=attrs,
     )
-    compiled = compile(
-        source,
-        target=GPUTarget(target.backend, target.triton_arch, target.wave_size),
-        options={**LAUNCH_OPTIONS, "num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options},
-    )
-    stages = ("ttir", "ttgir", "llir", "amdgcn", "hsaco", "ptx", "cubin")
-    return Compiled(
-        asm={stage: compiled.asm[stage] for stage in stages if stage in compiled.asm},
-        metadata=dict(compiled.metadata._asdict()),
-    )
+    options = {**LAUNCH_OPTIONS, "num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    if target.backend == "hip" and TRITON_VERSION in ONE_AMD_ARCH_A_PROCESS:
+        return _compile_in_child(f"{spec.case} for {arch_name}", source, target, options)
+    return _compile(source, target, options)
 
 
 def disassemble(cubin: bytes) -> tuple[str, str]:

@@ -11,8 +11,8 @@ A sequence is a random walk on a ring of R = 256 symbols, relabelled by a fixed 
 vocabulary. Each step adds one of five offsets with probabilities 8/16, 4/16, 2/16, 1/16, 1/16. Which five is decided
 once a sequence: there are four dialects, drawn uniformly. So a model learns, in this order, which symbols are in use
 (ln V -> ln R), which offsets exist (20 successors a symbol: no attention needed), and which dialect it is reading
-(needs the context). Within a dialect the five offsets are distinct, so the entropy of the next token given everything that the
-generator knows is exactly
+(needs the context). Within a dialect the five offsets are distinct, so the entropy of the next token given everything
+that the generator knows is exactly
 
     H = 8/16 log 2 + 4/16 log 4 + 2/16 log 8 + 2 * 1/16 log 16 = 1.875 ln 2 = 1.2997 nats,
 
@@ -81,12 +81,21 @@ def random_bits(seed: int, stream: str, index: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int64 tensor of `index`'s shape and device, values in [0, 2^32).
+
+    Raises:
+        ValueError: another dtype of index, which would overflow silently.
     """
     if index.dtype != torch.int64:
         raise ValueError(f"index has dtype {index.dtype}; random_bits takes int64; convert it with .long()")
     key = key_of(f"{seed & _MASK32}/{stream}")
     low = _mix((index & _MASK32) ^ key)
     return _mix((low + (index >> 32) * 0x1E3779B9 + 0x3C6EF372) & _MASK32)
+
+
+def random_signs(stream: str, count: int) -> torch.Tensor:
+    """int8 (2, count) of +1 and -1: two vectors that belong to the name `stream`, whatever the seed of a run."""
+    bits = random_bits(0, f"signs/{stream}", torch.arange(count))
+    return torch.stack([((bits >> 31) & 1) * 2 - 1, ((bits >> 30) & 1) * 2 - 1]).to(torch.int8)
 
 
 @dataclass(frozen=True)
@@ -101,9 +110,12 @@ class SyntheticTokens:
     """The language of this file's header.
 
     Args:
-        vocab: vocabulary size of the model, at least 2.
-        seq: tokens a sample.
-        seed: which text.
+        vocab: vocabulary size of the model, at least RING.
+        seq: tokens a sample, at least 1.
+        seed: which text, in [0, 2^32).
+
+    Raises:
+        ValueError: vocab or seq is smaller.
     """
 
     entropy_floor_nats: float = 1.875 * math.log(2.0)

@@ -165,7 +165,10 @@ def detect(device: torch.device | str | int | None = None) -> Detected:
 
 
 def describe() -> dict[str, object]:
-    """What the harness wants to know about this machine, as JSON-able values. Initialises the GPU if there is one."""
+    """What the harness wants to know about this machine, as JSON-able values. Initialises the GPU if there is one.
+
+    Raises UnknownArch as detect() does.
+    """
     from fp8stack import _triton  # here, so that detect() needs no triton
 
     found = detect()

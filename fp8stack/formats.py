@@ -169,7 +169,7 @@ def encode(x: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
 @functools.cache
 def _codes_of_halves(fmt: Format) -> torch.Tensor:
     """uint8 (65536,): the code of the float32 whose upper half is the index and whose lower half is zero."""
-    return _encode_bits((torch.arange(65536, dtype=torch.int32) << 16).view(torch.float32), fmt)
+    return _encode_bits((torch.arange(65536, dtype=torch.int32, device="cpu") << 16).view(torch.float32), fmt)
 
 
 def _encode_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -201,7 +201,7 @@ def _encode_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def cast(x: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
-    """encode(x, fmt) as a tensor of fmt.dtype."""
+    """encode(x, fmt) as a tensor of fmt.dtype: same input, same shape, same errors."""
     fmt = get(fmt)
     return encode(x, fmt).view(fmt.dtype)
 
@@ -222,14 +222,15 @@ def _value(fmt: Format, code: int) -> float:
 @functools.cache
 def _values(fmt: Format) -> torch.Tensor:
     """float32 (256,) on the CPU: what each code stands for."""
-    return torch.tensor([_value(fmt, code) for code in range(256)], dtype=torch.float32)
+    return torch.tensor([_value(fmt, code) for code in range(256)], dtype=torch.float32, device="cpu")
 
 
 def decode(codes: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
     """The float32 values of codes (uint8, or a tensor of fmt.dtype), same shape; exact, NaN and Inf included.
 
     On a CPU one indexed load a code; torch's own conversion takes up to five times as long there. Elsewhere torch
-    converts, which is exact for all 256 codes of each format.
+    converts, which is exact for all 256 codes of each format. Raises UnsupportedDtype for other dtypes, among them
+    another format's.
     """
     fmt = get(fmt)
     if codes.dtype not in (torch.uint8, fmt.dtype):
@@ -248,7 +249,7 @@ def encode_e8m0(scale: torch.Tensor) -> torch.Tensor:
 
     2^-127 and the powers below it, all float32 subnormals, give byte 0, which means 2^-127.
     Raises ValueError for a negative, zero or other number (a rounding mode is the caller's choice, made before), which
-    reads the tensor back to the host.
+    reads the tensor back to the host; UnsupportedDtype for another dtype.
     """
     if scale.dtype != torch.float32:
         raise UnsupportedDtype(
@@ -269,7 +270,10 @@ def encode_e8m0(scale: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """float32 values of E8M0 bytes (uint8 or float8_e8m0fnu): 2^(byte - 127), byte 0 a subnormal; 255 is NaN."""
+    """float32 values of E8M0 bytes (uint8 or float8_e8m0fnu), same shape: 2^(byte - 127), byte 0 a subnormal; 255 NaN.
+
+    Raises UnsupportedDtype for another dtype.
+    """
     if codes.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         raise UnsupportedDtype(
             f"cannot decode {codes.dtype} as e8m0fnu on {codes.device.type}; expected uint8 or float8_e8m0fnu; "

@@ -9,15 +9,17 @@ constant along the contraction, so the same tensor is quantised along different 
 
 Every operand below is therefore brought into the form (rows, contraction) before it is quantised, and `scaled_mm`
 gets the right one as the transposed view (column-major), which is the layout that FP8 matrix units take. `RECIPES`
-says which granularity and format each of the six operands has (numerics.md, section 5); a GEMM that is None stays in
-high precision.
+says which granularity and format each of the six operands has; a GEMM that is None stays in high precision.
 
 Weights stay plain fp32 (or bf16) `nn.Parameter`s named `weight` and `bias`: a state dict has the keys and the tensors
 of `nn.Linear`. They are cast to the activations' dtype for compute, as FSDP2's mixed precision would.
 
-CPU arithmetic: products of bf16 matrices are done in float32 on the bf16-rounded operands and rounded to bf16 once.
-That is what a GPU's matrix unit computes up to the order of accumulation, it is the same on every CPU, and where bf16
-instructions are missing it is 15 to 150 times faster than torch's own path.
+CPU arithmetic: a product of bf16 matrices is accumulated in float64, rounded to float32 and from there to bf16.
+Products of bf16 numbers have 16 significant bits, so a float64 sum of them is exact unless their sizes span more than
+2^36, and the same whatever the order: the same bits on every CPU, vector width and thread count. In float32 the order
+shows, a few results in a thousand round to the other bf16 neighbour, and four layers on a gradient has moved by 1 %.
+It costs twice the arithmetic, and is still many times faster than torch's own bf16 path where bf16 instructions are
+missing.
 
 Not here: experts (moe.py), fused two-way quantisation (the transposed operands are copied, then quantised row by
 row).
@@ -37,7 +39,7 @@ from fp8stack import device as devices
 from fp8stack import formats
 from fp8stack.formats import Format
 from fp8stack.kernels.rowwise import quantize_rowwise
-from fp8stack.kernels.scaled_mm import scaled_mm
+from fp8stack.kernels.scaled_mm import choose_backend, scaled_mm
 from fp8stack.kernels.tensorwise import quantize_tensorwise
 from fp8stack.metrics import CodeCounter
 
@@ -48,7 +50,7 @@ ALIGNMENT = 16
 # -------------------------------------------------------------------------------------------------------------- recipes
 @dataclass(frozen=True)
 class Cast:
-    """How an operand becomes FP8: a scale a `row` (along the contraction) or `tensor`, and which of the arch's formats."""
+    """How an operand becomes FP8: one scale a `row` (along the contraction) or `tensor`, and the kind of format."""
 
     granularity: Literal["row", "tensor"]
     kind: Literal["e4m3", "e5m2"]
@@ -64,7 +66,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of numerics.md section 5. A GEMM that is None is done in the activations' dtype."""
+    """One row of RECIPES: the casts of the three GEMMs. A GEMM that is None is done in the activations' dtype."""
 
     name: str
     output: Gemm
@@ -114,37 +116,55 @@ def recipe_named(name: str) -> Recipe:
 
 
 # -------------------------------------------------------------------------------------------------- high-precision GEMM
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a (M,K) @ b (K,N) [+ bias (N)] -> (M,N) in a's dtype, accumulated in float32, rounded once (CPUs: see the header)."""
-    if a.device.type == "cpu" and a.dtype == torch.bfloat16:
-        total = a.float() @ b.float()
-        return (total if bias is None else total.add_(bias.float())).to(a.dtype)
-    return a @ b if bias is None else torch.addmm(bias, a, b)
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """What sums and exponentials of bf16 values are computed in: float64 on a CPU, float32 elsewhere.
+
+    On a CPU neither the order of a sum nor the last bit of an exponential then reaches a bf16 result (see the header).
+    """
+    return torch.float64 if x.device.type == "cpu" else torch.float32
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """A bf16 tensor on a CPU as float64, exactly; any other tensor as it is: its device multiplies it well enough."""
+    return x.double() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a (M,K) @ b (K,N) [+ bias (N)] -> (M,N) in out_dtype, for operands that `widened` returned."""
+    total = a @ b if bias is None else torch.addmm(bias.to(a.dtype), a, b)
+    return total.to(out_dtype)
 
 
 class _HighPrecisionLinear(torch.autograd.Function):
-    """x (M,K), weight (N,K), bias (N) or None, one dtype -> (M,N). Three calls of `product`."""
+    """x (M,K), weight (N,K), bias (N) or None, one dtype -> (M,N) in it.
+
+    On a CPU the bf16 operands are widened once and kept wide for the backward pass: each conversion costs there about
+    a fifth of the product.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.dtype = x.dtype
+        x, weight = widened(x), widened(weight)
         ctx.save_for_backward(x, weight)
-        return product(x, weight.t(), bias)
+        return product(x, weight.t(), ctx.dtype, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
+        wide = widened(grad)
         return (
-            product(grad, weight) if need_x else None,
-            product(grad.t(), x) if need_weight else None,
+            product(wide, weight, ctx.dtype) if need_x else None,
+            product(wide.t(), x, ctx.dtype) if need_weight else None,
             _grad_bias(grad) if need_bias else None,
         )
 
 
 def _grad_bias(grad: torch.Tensor) -> torch.Tensor:
-    """Column sums of grad (M,N), accumulated in float32 and rounded once."""
-    return grad.sum(dim=0, dtype=torch.float32).to(grad.dtype)
+    """Column sums of grad (M,N), accumulated in the device's wide dtype and rounded once."""
+    return grad.sum(dim=0, dtype=wide_dtype(grad)).to(grad.dtype)
 
 
 class Linear(nn.Linear):
@@ -181,7 +201,7 @@ class _Operand:
         self._tensorwise: dict[Cast, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row-major codes (rows, contraction), the contraction being dimension `dim` of x; inverse scales (rows,) or ()."""
+        """Row-major codes (rows, contraction), contracting dimension `dim` of x; inverse scales (rows,) or ()."""
         fmt, pow2 = self.plan.format_of(cast), self.plan.recipe.pow2
         if cast.granularity == "row":
             rows = self.x if dim == 1 else self.x.t()
@@ -207,11 +227,19 @@ def _gemm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(L,C) codes times (R,C) codes -> (L,R). Of a row and a tensor scale, the single one is expanded."""
+    """(L,C) codes times (R,C) codes -> (L,R). Of a row and a tensor scale, the single one is expanded.
+
+    Where torch's product runs, a float32 layer gets bf16 values with row scales, and its bias is added afterwards: that
+    product gives float32 with tensor scales only, and never with a bias.
+    """
     (a, inverse_a), (b, inverse_b) = left, right
     if inverse_a.ndim != inverse_b.ndim:
         inverse_a = inverse_a.expand(a.shape[0]).contiguous()
         inverse_b = inverse_b.expand(b.shape[0]).contiguous()
+    if out_dtype == torch.float32 and choose_backend(a, b.t()) == "torch":
+        inner = torch.bfloat16 if inverse_a.ndim else torch.float32
+        y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner).to(out_dtype)
+        return y if bias is None else y + bias
     return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias)
 
 
@@ -256,7 +284,7 @@ class _Float8LinearFunction(torch.autograd.Function):
                 grad_operand.contracting(1, casts.left), _Operand(weight, plan).contracting(0, casts.right), x.dtype
             )
         if need_weight and plan.recipe.grad_weight is None:
-            grad_weight = product(grad.t(), x)
+            grad_weight = product(widened(grad).t(), widened(x), x.dtype)
         elif need_weight:
             casts = plan.recipe.grad_weight
             tail = -x.shape[0] % ALIGNMENT
@@ -276,6 +304,9 @@ class Float8Linear(nn.Module):
         weight: (N,K) parameter, any float dtype; cast to the input's dtype, then to FP8.
         bias: (N) parameter or None, added in float32 before the one rounding.
         plan: recipe and formats.
+
+    Raises:
+        ValueError: N or K is not a multiple of 16, by name.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, plan: Plan) -> None:
@@ -291,7 +322,10 @@ class Float8Linear(nn.Module):
         self.plan = plan
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) bf16 or fp32 -> (..., N) in x's dtype."""
+        """x (..., K) bf16 or fp32, any strides -> (..., N) in x's dtype.
+
+        Raises ValueError for another K, UnsupportedDtype for another dtype.
+        """
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"input has {x.shape[-1]} features in its last dimension; this layer takes {self.in_features}; "
@@ -333,7 +367,7 @@ class Conversion:
 
 
 def _matches(name: str, entry: str) -> bool:
-    """Whether `entry` is a run of whole dotted components of `name`: 'layers.0' and 'attention' of 'layers.0.attention.wk'."""
+    """Whether `entry` is a run of whole dotted components of `name`: 'attention.wk' of 'layers.0.attention.wk'."""
     return f".{entry}." in f".{name}."
 
 
@@ -359,9 +393,14 @@ def convert_to_float8(
 
     Raises:
         ValueError: unknown recipe; a filter name that matches no linear; nothing left to convert.
+        UnknownArch: the device, or FP8STACK_ARCH, has no row of formats.
     """
     chosen = recipe_named(recipe)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if isinstance(filter, str):
+        raise ValueError(f"filter is the text '{filter}'; expected a sequence of names; pass ('{filter}',)")
+    # Every name of a module that stands in several places: replacing one of them would leave the others as they are.
+    named = model.named_modules(remove_duplicate=False)
+    linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
     for entry in filter:
         if not any(_matches(name, entry) for name in linears):
             raise ValueError(
@@ -374,6 +413,7 @@ def convert_to_float8(
     plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter)
 
     converted, left = [], {}
+    replacements: dict[nn.Linear, Float8Linear] = {}
     for name, linear in linears.items():
         entry = next((entry for entry in filter if _matches(name, entry)), None)
         odd = [
@@ -383,15 +423,20 @@ def convert_to_float8(
         ]
         if entry is not None:
             left[name] = f"filter '{entry}'"
+        elif type(linear) not in (nn.Linear, Linear):
+            left[name] = f"{type(linear).__name__} is a linear of its own kind, which a plain FP8 linear would not be"
+        elif linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+            left[name] = "it has hooks, which would not run; register them after the conversion"
         elif odd:
             left[name] = f"{' and '.join(odd)} not a multiple of {ALIGNMENT}"
         elif not name:
             left["(root)"] = "the model itself is this linear; wrap it in a module"
         else:
-            replacement = Float8Linear(linear.weight, linear.bias, plan)
-            replacement.train(linear.training)
+            if linear not in replacements:
+                replacements[linear] = Float8Linear(linear.weight, linear.bias, plan)
+                replacements[linear].train(linear.training)
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, replacement)
+            setattr(model.get_submodule(parent), attribute, replacements[linear])
             converted.append(name)
     if not converted:
         raise ValueError(

@@ -7,7 +7,7 @@ format whose maximum is wrong shows as many times that.
 A gradient digest is four float64 numbers a parameter: norm, mean, and the dot products with two vectors of random
 signs. A dot with random signs has the expectation 0 and the standard deviation of the norm, so two gradients with
 equal norm and both dots within a small fraction of it are equal up to that fraction with high probability; unlike a
-hash it moves continuously. The signs come from the parameter's name (data.random_bits), so they need no storing and
+hash it moves continuously. The signs come from the parameter's name, so they need no storing and
 never depend on order or layout.
 
 Not here: throughput and utilisation.
@@ -16,16 +16,23 @@ Not here: throughput and utilisation.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import nn
 
-from fp8stack import formats
-from fp8stack.data import random_bits
-from fp8stack.formats import Format
+
+class CodeTable(Protocol):
+    """What is read of an FP8 format (formats.Format has it): the bytes that are no finite number."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nan_codes(self) -> tuple[int, ...]: ...
+    @property
+    def inf_codes(self) -> tuple[int, ...]: ...
 
 
 class CodeCounter:
@@ -38,18 +45,18 @@ class CodeCounter:
         self._masks: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._totals: dict[torch.device, torch.Tensor] = {}
 
-    def observe(self, codes: torch.Tensor, fmt: Format) -> None:
-        """Add `codes` (any shape, dtype fmt.dtype or uint8) to the counts."""
+    def observe(self, codes: torch.Tensor, table: CodeTable) -> None:
+        """Add `codes` (any shape, one byte an element) to the counts."""
         data = codes.detach().view(torch.uint8).reshape(-1)
-        key = (fmt.name, data.device)
+        key = (table.name, data.device)
         if key not in self._masks:
-            self._masks[key] = _masks(fmt).to(data.device)
+            self._masks[key] = _masks(table).to(data.device)
         if data.device not in self._totals:
             self._totals[data.device] = torch.zeros(2, dtype=torch.int64, device=data.device)
         if data.device.type == "cpu":
             counts = self._masks[key] @ torch.bincount(data, minlength=256)
-        else:  # bincount synchronises on a GPU; one gather of a two-column table does not
-            counts = self._masks[key].t().to(torch.uint8)[data.int()].sum(dim=0, dtype=torch.int64)
+        else:  # bincount synchronises on a GPU; a gather from the table does not
+            counts = self._masks[key].to(torch.uint8)[:, data.int()].sum(dim=1, dtype=torch.int64)
         self._totals[data.device] += counts
 
     def take(self) -> tuple[int, int]:
@@ -62,20 +69,29 @@ class CodeCounter:
         return saturated, nan
 
 
-def _masks(fmt: Format) -> torch.Tensor:
-    """int64 (2, 256): row 0 marks the codes of +-MAX, row 1 the NaN codes."""
+def _masks(table: CodeTable) -> torch.Tensor:
+    """int64 (2, 256): row 0 marks the codes of +-MAX, row 1 the NaN codes.
+
+    Below the sign bit codes are ordered like their values, so MAX is the last one that is neither NaN nor infinity. It
+    is found so, and not from the format's `max`: a wrong maximum must not hide from its own count.
+    """
+    largest = max(code for code in range(0x80) if code not in table.nan_codes and code not in table.inf_codes)
     masks = torch.zeros(2, 256, dtype=torch.int64)
-    largest = formats.encode(torch.tensor([fmt.max, -fmt.max], dtype=torch.float32), fmt)
-    masks[0, largest.long()] = 1
-    masks[1, torch.tensor(sorted(fmt.nan_codes), dtype=torch.int64)] = 1
+    masks[0, [largest, largest | 0x80]] = 1
+    masks[1, list(table.nan_codes)] = 1
     return masks
 
 
 class GradientDigests:
-    """Digests of every parameter's gradient: {name: [norm, mean, dot1, dot2]}, computed in float64."""
+    """Digests of every parameter's gradient: {name: [norm, mean, dot1, dot2]}, computed in float64.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        model: whose gradients.
+        signs: (name, count) -> int8 (2, count) of +1 and -1, the two vectors of the parameter called `name`.
+    """
+
+    def __init__(self, model: nn.Module, signs: Callable[[str, int], torch.Tensor]) -> None:
+        self._model, self._draw = model, signs
         self._signs: dict[str, torch.Tensor] = {}
 
     def take(self) -> dict[str, list[float]]:
@@ -85,20 +101,12 @@ class GradientDigests:
     def _digests(self) -> Iterator[tuple[str, list[float]]]:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None:
-                raise ValueError(
-                    f"parameter '{name}' has no gradient; every parameter takes part in the loss; check the model"
-                )
+                raise ValueError(f"parameter '{name}' has no gradient; expected all to take part; check the model")
             gradient = parameter.grad.detach().double().reshape(-1)
             if name not in self._signs:
-                self._signs[name] = digest_signs(name, gradient.numel()).to(gradient.device)
+                self._signs[name] = self._draw(name, gradient.numel()).to(gradient.device)
             dots = self._signs[name].double() @ gradient
             yield name, [gradient.norm().item(), gradient.mean().item(), *dots.tolist()]
-
-
-def digest_signs(name: str, count: int) -> torch.Tensor:
-    """int8 (2, count) of +1 and -1: the two sign vectors of the parameter called `name`."""
-    bits = random_bits(0, f"digest/{name}", torch.arange(count))
-    return torch.stack([((bits >> 31) & 1) * 2 - 1, ((bits >> 30) & 1) * 2 - 1]).to(torch.int8)
 
 
 class JsonLines:

@@ -3,17 +3,19 @@
 Shape suffixes, used throughout: a tensor's name ends with its dimensions.
 
     B batch    S sequence    T tokens = B*S    D model width    F feed-forward width
-    H query heads    G key and value heads (grouped-query attention: each serves H/G query heads)
+    H query heads    N = B*H    G key and value heads (grouped-query attention: each serves H/G query heads)
     K width of a head    V vocabulary
 
 A block is x + attention(norm(x)), then x + feed_forward(norm(x)); norms are RMSNorm, positions are rotary, the feed-
 forward is SwiGLU: w2(silu(w1 x) * (w3 x)). Weight names are those of Meta's release and of torchtitan.
 
-Precision: the residual stream is bf16, as under mixed-precision FSDP2; norms, rotations and softmax are computed in
-float32 and rounded to bf16 once. The master weights stay float32 and are cast where they are used. Logits are bf16
-products, the loss is taken from them in float32. On a CPU attention is written out: scores stay in float32 through
-mask and softmax, probabilities are rounded to bf16 (the operand of the second product), the output is rounded once:
-what fused attention kernels do. On a GPU it is `scaled_dot_product_attention`.
+Precision: the residual stream is bf16, as under mixed-precision FSDP2. Norms, softmax, SwiGLU and the loss are
+computed in a wide dtype and rounded to bf16 once: float32 on a GPU, float64 on a CPU, for the reason given in
+linear.py: no CPU may differ from another by the order of its sums or by its exponential. Rotations and residual sums
+need no more than float32: they are single operations, exact by IEEE 754. Master weights stay float32 and are cast
+where they are used. On a CPU attention is written out: scores stay wide through mask and softmax, probabilities are
+rounded to bf16 (the operand of the second product), the output is rounded once: what fused attention kernels do. On a
+GPU it is `scaled_dot_product_attention`.
 
 Initial weights come from `data.random_bits`, not from torch's generators, whose bits depend on the CPU's vector
 width. A weight is the sum of four uniform 16-bit integers, centred and scaled: a bell of the wanted standard
@@ -36,7 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8stack.data import random_bits
-from fp8stack.linear import Linear
+from fp8stack.linear import Linear, wide_dtype
 
 # Names of the modules that stay in high precision, for `convert_to_float8(filter=)`.
 HIGH_PRECISION = ("output",)
@@ -72,10 +74,10 @@ class Llama:
         return 2 * self.vocab * self.dim + self.layers * block + self.dim
 
 
-# tiny is this project's own, for CPUs; debug is torchtitan's debug model; the others are Meta's Llama 3 and 3.1 (1b: 3.2,
-# whose released weights tie head and embedding; here they are two tensors).
+# tiny is this project's own, for CPUs; debug is torchtitan's debug model; the others are Meta's Llama 3 and 3.1 (1b:
+# 3.2, whose released weights tie head and embedding; here they are two tensors).
 MODELS: dict[str, Llama] = {
-    "llama3-tiny": Llama(dim=128, layers=4, heads=4, kv_heads=2, ffn=352, vocab=768),
+    "llama3-tiny": Llama(dim=128, layers=4, heads=2, kv_heads=1, ffn=352, vocab=768),
     "llama3-debug": Llama(dim=256, layers=6, heads=16, kv_heads=16, ffn=768, vocab=2048),
     "llama3-1b": Llama(dim=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256),
     "llama3-8b": Llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256),
@@ -92,7 +94,7 @@ def model_named(name: str) -> Llama:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, rounded to x's dtype once."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the wide dtype, rounded to x's dtype once."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Any float dtype, same shape and dtype out."""
-        wide = x_BSD.float()
+        wide = x_BSD.to(wide_dtype(x_BSD))
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide * self.weight.to(x_BSD.dtype)).to(x_BSD.dtype)
 
@@ -125,10 +127,12 @@ def causal_attention(q_BHSK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSK: torch.T
     if q_BHSK.device.type != "cpu":
         return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=True)
     seq, head_dim = q_BHSK.shape[-2:]
-    future = torch.full((seq, seq), -math.inf).triu(diagonal=1)
-    scores = (q_BHSK.float() * head_dim**-0.5) @ k_BHSK.float().transpose(-1, -2) + future
-    probabilities = scores.softmax(dim=-1).to(v_BHSK.dtype)
-    return (probabilities.float() @ v_BHSK.float()).to(v_BHSK.dtype)
+    wide = wide_dtype(q_BHSK)
+    q_NSK, k_NSK, v_NSK = (t.to(wide).flatten(0, 1) for t in (q_BHSK, k_BHSK, v_BHSK))
+    future_SS = torch.full((seq, seq), -math.inf, dtype=wide).triu(diagonal=1)
+    scores_NSS = torch.baddbmm(future_SS, q_NSK, k_NSK.transpose(1, 2), alpha=head_dim**-0.5)
+    probabilities_NSS = scores_NSS.softmax(dim=-1).to(v_BHSK.dtype)
+    return torch.bmm(probabilities_NSS.to(wide), v_NSK).to(v_BHSK.dtype).view(q_BHSK.shape)
 
 
 class Attention(nn.Module):
@@ -165,7 +169,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """(B,S,D) -> (B,S,D)."""
-        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+        wide = wide_dtype(x_BSD)
+        gate_BSF, up_BSF = self.w1(x_BSD).to(wide), self.w3(x_BSD).to(wide)
+        return self.w2((F.silu(gate_BSF) * up_BSF).to(x_BSD.dtype))
 
 
 class Block(nn.Module):

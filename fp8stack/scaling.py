@@ -41,7 +41,8 @@ _EXPONENT_BITS = 0x7F800000
 def amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """max |x| over dim (removed from the shape), or over everything, as float32; 0 over an empty dim.
 
-    x: bfloat16, float16 or float32. NaN and Inf anywhere in the unit come out as a NaN or Inf.
+    x: bfloat16, float16 or float32, any strides. NaN and Inf anywhere in the unit come out as a NaN or Inf.
+    Raises UnsupportedDtype for other dtypes.
     """
     if x.dtype == torch.bfloat16:
         magnitude = x.view(torch.int16) & 0x7FFF
@@ -62,8 +63,16 @@ def amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 
 def scale_from_amax(amax: torch.Tensor, fmt: str | torch.dtype | formats.Format, pow2: bool = True) -> torch.Tensor:
-    """The multiplier into FP8, float32, same shape as amax (float32, non-negative, or NaN)."""
+    """The multiplier into FP8, float32, same shape as amax (float32, non-negative, or NaN).
+
+    pow2: round down to a power of two. Raises UnsupportedDtype for what is no FP8 format.
+    """
     fmt = formats.get(fmt)
+    if amax.dtype != torch.float32:
+        raise formats.UnsupportedDtype(
+            f"cannot take a scale from an amax of {amax.dtype} on {amax.device.type}; expected float32; take it with "
+            "scaling.amax, or convert it first"
+        )
     quotient = (fmt.max / amax.to(torch.float64)).to(torch.float32)
     bits = quotient.clamp(max=MAX_SCALE).view(torch.int32)
     if pow2:
@@ -76,7 +85,7 @@ def scale_from_amax(amax: torch.Tensor, fmt: str | torch.dtype | formats.Format,
 
 
 def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, rounded to nearest, float32; exact for powers of two; a NaN scale gives the NaN of NAN_BITS.
+    """1 / scale (float32, same shape), rounded to nearest; exact for powers of two; a NaN gives the NaN of NAN_BITS.
 
     Never amax / MAX: that differs from 1 / scale in a quarter of all cases.
     """
@@ -96,7 +105,8 @@ def quantize_reference(
     """Quantise x with one scale for each slice along dim, or one for all of x.
 
     x: bfloat16, float16 or float32, any shape. Returns codes (fmt.dtype, the shape and, where dense, the strides of x)
-    and the inverse scale (float32, the shape of x without dim; () without one).
+    and the inverse scale (float32, the shape of x without dim; () without one). Raises UnsupportedDtype for other
+    dtypes.
     """
     fmt = formats.get(fmt)
     scale = scale_from_amax(amax(x, dim), fmt, pow2)

@@ -6,9 +6,11 @@ One readable path, no registry and no callbacks. A run is a pure function of its
 tokens and nudges come from integers (data.py), the order of operations is fixed, nothing reads the clock or torch's
 generators, so a rerun on one machine gives the same bits.
 
-Two machines do not, and a baseline must know how far apart two harmless runs may be. `--nudge i` makes a harmless
-difference: it flips the last mantissa bit of one in a thousand float32 initial weights, chosen by i. Run 0 is the
-configuration as it is.
+Two machines may not, and a baseline must know how far apart two harmless runs may be. `--nudge i` makes a harmless
+difference: it flips a mantissa bit of one in a thousand initial weights, chosen by i: the last one that bf16, the dtype
+of the products, keeps. (The last bit of the float32 master is rounded away before the first product: such runs came
+out identical to run 0, bit by bit.) So run i begins where a harmless change of an operation's order leads: a few
+results in a thousand at the other bf16 neighbour. Run 0 is the configuration as it is.
 
 A non-finite loss or gradient norm stops the run before the optimiser sees it. The step is then repeated with a watch
 on every module (the run is deterministic, so it fails the same way) and the first module whose output, or failing
@@ -33,14 +35,14 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 
 from fp8stack import device as devices
-from fp8stack.data import GENERATOR_VERSION, Batch, SyntheticTokens, random_bits
-from fp8stack.linear import RECIPES, Conversion, convert_to_float8
+from fp8stack.data import GENERATOR_VERSION, Batch, SyntheticTokens, random_bits, random_signs
+from fp8stack.linear import RECIPES, Conversion, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines
 from fp8stack.models import HIGH_PRECISION, MODELS, Transformer, model_named
 
@@ -49,6 +51,8 @@ DIGEST_STEPS = (1, 2, 3)
 IGNORED_LABEL = -100
 # One in so many weights is nudged.
 NUDGE_PERIOD = 1000
+# The last mantissa bit of bf16, counted in float32.
+NUDGED_BIT = 16
 # float32 weight, gradient and two AdamW moments.
 BYTES_A_PARAMETER = 16
 
@@ -69,28 +73,33 @@ class NonFiniteError(RuntimeError):
 
 
 # -------------------------------------------------------------------------------------------------------- configuration
+def _option(default: Any, told: str, hashed: bool = True) -> Any:
+    """A field of TrainConfig: its default, what --help says of it, and whether it is part of the hash."""
+    return field(default=default, metadata={"help": told, "hashed": hashed})
+
+
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run. Fields above the line change its numerics and make up `hash`; the others do not."""
+    """Everything that decides a run. Fields above the line change its numerics and make up `hash`; others do not."""
 
-    model: str = "llama3-tiny"
-    recipe: str = BF16
-    steps: int = 100
-    seed: int = 0
-    batch: int = 8  # sequences a step
-    seq: int = 128  # tokens a sequence
-    lr: float = 3e-3  # at the end of the warm-up
-    min_lr_ratio: float = 0.1  # of lr, at the last step
-    warmup: int = 10  # steps
-    schedule: str = "cosine"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # on matrices only
-    clip: float = 1.0  # largest global gradient norm
+    model: str = _option("llama3-tiny", f"one of: {', '.join(MODELS)}")
+    recipe: str = _option(BF16, f"one of: {', '.join((BF16, *RECIPES))}")
+    steps: int = _option(100, "optimiser steps")
+    seed: int = _option(0, "of weights and text")
+    batch: int = _option(8, "sequences a step")
+    seq: int = _option(128, "tokens a sequence")
+    lr: float = _option(3e-3, "learning rate at the end of the warm-up")
+    min_lr_ratio: float = _option(0.1, "of lr, at the last step of the cosine")
+    warmup: int = _option(10, "steps of linear warm-up")
+    schedule: str = _option("cosine", "after the warm-up: cosine or constant")
+    beta1: float = _option(0.9, "of AdamW")
+    beta2: float = _option(0.95, "of AdamW")
+    eps: float = _option(1e-8, "of AdamW")
+    weight_decay: float = _option(0.1, "on matrices only")
+    clip: float = _option(1.0, "largest global gradient norm")
     # ---- not in the hash
-    nudge: int = field(default=0, metadata={"hashed": False})
-    device: str = field(default="auto", metadata={"hashed": False})
+    nudge: int = _option(0, "which harmless change of the initial weights; 0: none", hashed=False)
+    device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, with one line that names the option."""
@@ -151,7 +160,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 # -------------------------------------------------------------------------------------------------------------- results
 @dataclass(frozen=True)
 class StepRecord:
-    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; counts of FP8 codes."""
+    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; FP8 code counts."""
 
     step: int
     loss: float
@@ -199,7 +208,10 @@ class Result:
 
 # -------------------------------------------------------------------------------------------------------------- trainer
 class Trainer:
-    """A model, an optimiser and a stream of tokens, ready for step 1. `run` below is the usual way in."""
+    """A model, an optimiser and a stream of tokens, ready for step 1. `run` below is the usual way in.
+
+    Raises ConfigError where the device is not here or too small, UnknownArch where it has no row of formats.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -228,7 +240,7 @@ class Trainer:
             fused=True,
         )
         self.data = SyntheticTokens(size.vocab, config.seq, config.seed)
-        self.digests = GradientDigests(self.model)
+        self.digests = GradientDigests(self.model, random_signs)
 
     def run(self, on_step: Callable[[StepRecord], None] | None = None) -> Result:
         """All steps of the configuration. NonFiniteError stops it."""
@@ -253,24 +265,28 @@ class Trainer:
         batch = self.data.batch(step - 1, self.config.batch)
         self.optimiser.zero_grad(set_to_none=True)
         loss = self._loss(batch)
-        if not math.isfinite(loss.item()):
+        value = _float32(loss.item())
+        if not math.isfinite(value):
             raise self._blame(step, "the loss", batch)
         loss.backward()
         if step in DIGEST_STEPS:
             result.digests[str(step)] = self.digests.take()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip, foreach=True).item()
+        norm = global_norm(self.model)
         if not math.isfinite(norm):
             raise self._blame(step, "the gradient norm", batch)
+        if norm > self.config.clip:
+            torch._foreach_mul_([p.grad for p in self.model.parameters()], self.config.clip / norm)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
         saturated, nan = self.counter.take()
-        return StepRecord(step, loss.item(), norm, saturated, nan)
+        return StepRecord(step, value, norm, saturated, nan)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        """Sum over valid tokens / number of valid tokens, float32 ()."""
+        """Sum over valid tokens / number of valid tokens, () in the wide dtype."""
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
-        logits = self.model(tokens).float()
+        logits = self.model(tokens)
+        logits = logits.to(wide_dtype(logits))
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
         valid = (labels != IGNORED_LABEL).sum().clamp(min=1)  # a batch without a valid token has loss 0, not 0/0
         return total / valid
@@ -292,7 +308,8 @@ class Trainer:
         for name, module in self.model.named_modules():
             if name and not list(module.children()):
                 handles.append(module.register_forward_hook(watch(name, "its output")))
-                handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
+                if not isinstance(module, torch.nn.Embedding):  # tokens have no gradient
+                    handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
         try:
             self.optimiser.zero_grad(set_to_none=True)
             self._loss(batch).backward()
@@ -306,16 +323,31 @@ class Trainer:
 
 
 def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None) -> Result:
-    """Train `config` from scratch in this process; `on_step` gets each record as it is made."""
+    """Train `config` from scratch in this process; `on_step` gets each record as it is made.
+
+    Raises as Trainer does, and NonFiniteError where a loss or a gradient norm is not finite.
+    """
     return Trainer(config).run(on_step)
+
+
+def _float32(value: float) -> float:
+    """The nearest float32, as reported: the last bits of a float64 sum depend on its order."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+@torch.no_grad()
+def global_norm(model: torch.nn.Module) -> float:
+    """2-norm over all gradients: squares summed in float64, the root rounded to float32."""
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    return _float32(torch.stack(squares).sum().sqrt().item())
 
 
 @torch.no_grad()
 def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
-    """Flip the last mantissa bit of one in a thousand float32 weights, chosen by `nudge` (0: none). Returns how many.
+    """Flip the last mantissa bit that bf16 keeps of one in a thousand float32 weights, chosen by `nudge` (0: none).
 
-    Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers only, so the same
-    elements everywhere.
+    Returns how many. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers
+    only, so the same elements everywhere. Raises ValueError for a parameter that is not float32.
     """
     if nudge == 0:
         return 0
@@ -327,7 +359,7 @@ def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
             )
         chosen = random_bits(nudge, f"nudge/{name}", torch.arange(parameter.numel())) % NUDGE_PERIOD == 0
         bits = parameter.detach().view(torch.int32).view(-1)
-        bits ^= chosen.to(device=bits.device, dtype=torch.int32)
+        bits ^= chosen.to(device=bits.device, dtype=torch.int32) << NUDGED_BIT
         flipped += int(chosen.sum())
     return flipped
 
@@ -367,30 +399,56 @@ def _resolve_device(name: str) -> torch.device:
 
 
 def _check_memory(config: TrainConfig, device: torch.device) -> None:
-    """Refuse a model whose weights and optimiser state alone exceed the memory of the device."""
-    need = model_named(config.model).parameters * BYTES_A_PARAMETER
+    """Refuse a model, or a batch, whose tensors must exceed the memory of the device.
+
+    Only what certainly exists is counted: weights, gradients and optimiser state; the logits of a step in bf16 and in
+    the wide dtype; on a CPU, where attention is written out, the scores of one layer. A run that passes may still fail.
+    """
+    size = model_named(config.model)
+    weights = size.parameters * BYTES_A_PARAMETER
+    wide = 8 if device.type == "cpu" else 4
+    step = config.batch * config.seq * size.vocab * (2 + wide)
+    if device.type == "cpu":
+        step += config.batch * size.heads * config.seq**2 * wide
     if device.type == "cpu":
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         have = torch.cuda.get_device_properties(device).total_memory
-    if need > have:
+    if weights > have:
         raise ConfigError(
-            f"model '{config.model}' needs {need / 2**30:.1f} GiB for weights and optimiser; {device} has "
+            f"model '{config.model}' needs {weights / 2**30:.1f} GiB for weights and optimiser; {device} has "
             f"{have / 2**30:.1f} GiB; choose a smaller model"
+        )
+    if weights + step > have:
+        raise ConfigError(
+            f"batch {config.batch} x seq {config.seq} needs {step / 2**30:.1f} GiB a step beside "
+            f"{weights / 2**30:.1f} GiB of weights; {device} has {have / 2**30:.1f} GiB; lower --batch or --seq"
         )
 
 
 # ------------------------------------------------------------------------------------------------------------------ CLI
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors: one line, like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for anything it cannot parse."""
+        raise ConfigError(f"{message}; expected the options that --help lists; correct the command")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8stack.train", description="Train a model; one JSON line a step.", allow_abbrev=False
+    parser = _Parser(
+        prog="python -m fp8stack.train",
+        description="Train a model on a synthetic language; one JSON line a step (loss, gradient norm, code counts).",
+        epilog=f"{devices.OVERRIDE}=gfx942 trains with the formats of that arch on any machine. Exit codes: 0 done, "
+        "1 stopped by a non-finite value, 2 bad input.",
+        allow_abbrev=False,
     )
     for entry in dataclasses.fields(TrainConfig):
         parser.add_argument(
             f"--{entry.name.replace('_', '-')}",
             type={"int": int, "float": float, "str": str}[str(entry.type)],
             default=entry.default,
-            help=f"default: {entry.default}",
+            help=f"{entry.metadata['help']} (default: {entry.default})",
         )
     parser.add_argument("--out", type=Path, help="folder for metrics.jsonl; without it the lines go to stdout")
     return parser
@@ -410,9 +468,9 @@ def _open_metrics(out: Path | None) -> JsonLines:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, train, print. Returns the exit code."""
-    arguments = vars(_parser().parse_args(argv))
-    out = arguments.pop("out")
     try:
+        arguments = vars(_parser().parse_args(argv))
+        out = arguments.pop("out")
         trainer = Trainer(TrainConfig(**arguments))
         metrics = _open_metrics(out)
     except (ConfigError, devices.UnknownArch) as error:

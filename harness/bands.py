@@ -11,7 +11,9 @@ How far those harmless runs move from run 0 in a window of steps is the noise of
                   = |mean(x) - mean(r)| / |mean(r)| over the last 20      (the tail)
     K = 10 below 5 runs, 5 from 5 to 9, 3 from 10 on, counting nudged runs; few samples underestimate a maximum
 
-Plain reruns are bit-identical on one machine, so they would give a spread of zero; they are never counted.
+Plain reruns are bit-identical on one machine: they would give a spread of zero and, counted, a smaller K. The same
+holds for a nudged run that came out bit-identical to run 0 (a flipped last bit that bf16 rounds away again): it says
+nothing, and is not counted. Where no run differs, the band is the floor.
 The same rule judges the gradient norm. A fault that scales one weight gradient (x 1.02) or clips at 224 shows in
 neither curve, so per-parameter digests of the gradients (norm, mean, dot products with two seeded +-1 vectors) are
 compared first, with fixed limits: 2e-3 of the norm at step 1, 5e-2 at steps 2 and 3.
@@ -212,8 +214,8 @@ def limits(metric: str, reference: Curve, spread: Sequence[Curve], nudged_runs: 
 
     def limit(differences: Iterable[float]) -> float:
         spread_of_window = worst(differences)
-        # A recorded run that diverged is no harmless run: a NaN limit lets nothing pass.
-        return math.nan if math.isnan(spread_of_window) else max(FLOOR, k * spread_of_window)
+        # A recorded run that diverged, or left a reference of zero, is no harmless run: a NaN limit lets nothing pass.
+        return max(FLOOR, k * spread_of_window) if math.isfinite(spread_of_window) else math.nan
 
     return Limits(
         windows={
@@ -223,6 +225,11 @@ def limits(metric: str, reference: Curve, spread: Sequence[Curve], nudged_runs: 
         tail=limit(relative(tail_mean(other, last_step), base_tail) for other in others),
         factor=k,
     )
+
+
+def counted(reference: LossRun, runs: Sequence[LossRun]) -> int:
+    """How many nudged runs count for K: those that differ from run 0 in a loss or a gradient norm."""
+    return sum(run.nudge > 0 and (run.loss, run.grad_norm) != (reference.loss, reference.grad_norm) for run in runs)
 
 
 def compare(measured: Curve, reference: Curve, spread: Sequence[Curve], nudged_runs: int) -> Comparison:

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict
 
@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("fp8ci: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our stdout has gone (`fp8ci plan | head`): nothing to tell it, and Python must not try at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        # A file or folder that nothing above expects to fail: a deleted working folder, a name that is too long.
+        _say(f"fp8ci: {error}; expected a file system that answers; correct the path, or run it elsewhere")
+        return VERDICTS[Verdict.INFRA].exit_code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,11 +132,15 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from harness import gate
     from harness import run as running
 
-    where = options.where or os.environ.get("FP8CI_IN") or "local"
+    where = os.environ.get("FP8CI_IN") or options.where or "local"
     if where != "local":
         raise UsageError(f"tests cannot run in {where!r} yet", "local", "leave FP8CI_IN unset or set it to local")
+    ours = next((item for item in options.pytest_args if item.startswith("--fp8-")), None)
+    if ours is not None:
+        raise UsageError(f"{ours} is set by `fp8ci run` itself", "pytest's own options after --", "use --case or --out")
     root = _root(options.root)
     platform, reason = _resolve(options.platform)
     request = running.RunRequest(
@@ -150,6 +154,7 @@ def _run(options: argparse.Namespace) -> int:
         policy=options.policy or policy_of(os.environ),
         progress=not options.quiet,
     )
+    gate.check_files(root / "baselines", platform)
     evidence = running.execute(request)
     judgement, text = _report(evidence)
     _print(text)
@@ -371,12 +376,32 @@ def _resolve(spec: str) -> tuple[Platform, str]:
 
 
 def _print(text: str) -> None:
-    """Data. A terminal that cannot show a character gets its escape instead of a traceback."""
+    """Data. A terminal that cannot show a character gets its escape instead of a traceback.
+
+    A reader that has gone (`fp8ci gate DIR | head`), a closed or full stdout change no verdict: the exit code says it.
+    """
+    if sys.stdout is None:
+        return
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = _nowhere()
+        if not isinstance(error, BrokenPipeError):
+            _say(f"fp8ci: stdout cannot be written ({error.strerror})")
 
 
 def _say(text: str) -> None:
-    """Talk."""
-    print(text, file=sys.stderr, flush=True)
+    """Talk. Nobody listening is no error."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = _nowhere()
+
+
+def _nowhere() -> TextIO:
+    """In place of a stream that broke, since Python writes what the old one still holds when it exits."""
+    return open(os.devnull, "w", encoding="utf-8")

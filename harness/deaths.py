@@ -45,6 +45,9 @@ SIGNATURES: tuple[tuple[str, Verdict], ...] = (
     ("fork: retry: Resource temporarily unavailable", Verdict.PIDS),
 )
 
+#: How pytest's log begins when a conftest.py raised, which it tells with the exit code of a wrong argument.
+CONFTEST = "ImportError while loading conftest"
+
 #: pytest's exit codes that are no outcome of tests.
 PYTEST_INTERRUPTED, PYTEST_INTERNAL, PYTEST_USAGE, PYTEST_NOTHING = 2, 3, 4, 5
 
@@ -100,12 +103,21 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
         return Death(Verdict.KILLED, f"the test process was killed from outside by {name} {ended}")
     if name is not None:
         return Death(Verdict.CRASH, f"the test process died of {name} {ended}")
+    if session is None and process.rc == PYTEST_USAGE and CONFTEST in log:
+        lines = log[log.index(CONFTEST) :].splitlines()
+        said = next((line[1:].strip() for line in reversed(lines) if line.startswith("E ")), "see its log")
+        return Death(Verdict.FAIL, f"{lines[0].removesuffix('.').rstrip(':')}: {said}")
     if session is None and process.rc == PYTEST_USAGE:
-        said = next((line for line in reversed(log.splitlines()) if line.startswith("ERROR: ")), "ERROR: see its log")
-        return Death(Verdict.USAGE, f"pytest refused its arguments: {said.removeprefix('ERROR: ')}")
+        return Death(Verdict.USAGE, f"pytest refused its arguments: {_refusal(log)}")
     if session is None:
         return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session began")
     return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session had ended")
+
+
+def _refusal(log: str) -> str:
+    """What pytest said when it ended with the exit code of a wrong argument."""
+    said = next((line for line in reversed(log.splitlines()) if line.startswith("ERROR: ")), "ERROR: see its log")
+    return said.removeprefix("ERROR: ")
 
 
 def last_of(journal: Journal, suite: str) -> tuple[ProcessRecord | None, SessionRecord | None]:
@@ -121,6 +133,12 @@ def last_of(journal: Journal, suite: str) -> tuple[ProcessRecord | None, Session
     return process, None
 
 
+def of_suite(journal: Journal, suite: str, evidence: Path) -> Death | None:
+    """How the last process of a suite died; None where it did not, or never started."""
+    process, session = last_of(journal, suite)
+    return death_of(process, session, log_tail(evidence, suite)) if process is not None else None
+
+
 def suite_result(suite: str, what: str, verdict: Verdict, message: str, detail: str = "") -> Result:
     """A result about a suite as a whole; its id is `<suite>/suite::<what>`."""
     return Result(f"{suite}/suite::{what}", suite, verdict, message, detail)
@@ -133,12 +151,16 @@ def crashed_tests(journal: Journal, suite: str, log: str) -> dict[str, Death]:
         record = journal.tests.get(crash.id)
         if (crash.suite or (record.suite if record else crash.id.partition("/")[0])) != suite or not crash.id:
             continue
-        name = crash.signal if not crash.signal or crash.signal.startswith("SIG") else f"SIG{crash.signal}"
-        verdict = Verdict.KILLED if name in FROM_OUTSIDE else Verdict.CRASH
+        verdict, how = _worker_end(crash.signal)
         verdict = next((infra for signature, infra in SIGNATURES if signature in log), verdict)
-        how = f"died of {name}" if name else "died"
         crashed[crash.id] = Death(verdict, f"worker {crash.worker} {how} while it ran this test")
     return crashed
+
+
+def _worker_end(signal: str | None) -> tuple[Verdict, str]:
+    """What the signal that ended an xdist worker says, and the words for it."""
+    name = signal if not signal or signal.startswith("SIG") else f"SIG{signal}"
+    return (Verdict.KILLED if name in FROM_OUTSIDE else Verdict.CRASH), f"died of {name}" if name else "died"
 
 
 def findings(journal: Journal, suite: str, evidence: Path, case: str | None = None) -> Iterator[Result]:
@@ -164,6 +186,15 @@ def findings(journal: Journal, suite: str, evidence: Path, case: str | None = No
             yield suite_result(suite, "process", death.verdict, f"{death.message}, with no test running", log)
         return
     assert session is not None
+    for crash in journal.crashes:
+        if crash.suite == suite and not crash.id:
+            verdict, how = _worker_end(crash.signal)
+            what = f"worker {crash.worker} {how} while it ran no test: {crash.message}"
+            yield suite_result(suite, f"worker-{crash.worker}", verdict, what, log)
+    for skip in journal.collect_skips:
+        if skip.suite == suite and records:
+            message = f"{skip.path} skipped itself as a whole: {skip.message}"
+            yield Result(f"{suite}/{Path(skip.path).stem}::collection", suite, Verdict.SKIP, message)
     if session.rc == PYTEST_INTERNAL:
         yield suite_result(suite, "process", Verdict.DISAGREE, "pytest ended with an internal error (exit 3)", log)
     elif not records and not errors and not (case is not None and journal.deselected.get(suite)):
@@ -201,3 +232,10 @@ def _contradictions(
         yield suite_result(suite, "agreement", Verdict.DISAGREE, f"exit code 1 without a failure: {told}", log)
     elif process.rc == PYTEST_INTERRUPTED and not collect_errors:
         yield suite_result(suite, "agreement", Verdict.INTERRUPTED, f"pytest was interrupted: {told}", log)
+    elif process.rc == PYTEST_USAGE and f"not found: suites/{suite}\n" not in f"{log}\n":  # a suite that is gone
+        what = f"pytest refused its arguments: {_refusal(log)}"
+        yield suite_result(suite, "arguments", Verdict.USAGE, what, log)
+    elif process.rc not in (0, 1, PYTEST_INTERRUPTED, PYTEST_INTERNAL, PYTEST_USAGE, PYTEST_NOTHING):
+        yield suite_result(suite, "agreement", Verdict.DISAGREE, f"an exit code that pytest does not have: {told}", log)
+    elif process.rc == PYTEST_NOTHING and records:
+        yield suite_result(suite, "agreement", Verdict.DISAGREE, f"`nothing ran`, after tests had run: {told}", log)

@@ -27,9 +27,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import bands, baselines, deaths, ledger, machinecode, manifest
+from harness import bands, baselines, deaths, junit, ledger, machinecode, manifest
 from harness.capabilities import Capabilities
-from harness.errors import HarnessError, UnreadableError, UsageError, Verdict, worst_exit
+from harness.errors import (
+    BASELINE,
+    FAILED,
+    SUCCESS,
+    VERDICTS,
+    HarnessError,
+    UnreadableError,
+    UsageError,
+    Verdict,
+    worst_exit,
+)
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal import Journal, TestRecord
 from harness.platforms import Platform
@@ -40,7 +50,9 @@ __all__ = ["Judgement", "Result", "judge", "read_run"]
 
 RUN_FILE = "run.json"
 JUDGED_WITH = "judged-with"
+SCHEMA = 1
 MAIN = "main"
+POLICIES = ("pull-request", MAIN)
 
 #: What an exception's own name in a failure message says about its kind.
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
@@ -63,13 +75,43 @@ def read_run(evidence: Path) -> dict[str, Any]:
         raise UsageError(f"{evidence} is no evidence: it has no {RUN_FILE}", wanted, following)
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnreadableError(f"{path} cannot be read ({error})", "what a run writes first", "run again") from None
     needed = {"run_id": str, "platform": str, "suites": list}
     for key, kind in needed.items():
         if not isinstance(run, dict) or not isinstance(run.get(key), kind):
             raise UnreadableError(f"{path} lacks {key!r}", f"a {kind.__name__} there", "run again")
+    case, policy, schema = run.get("case"), run.get("policy"), run.get("schema")
+    for key, value, valid, expected in (
+        ("schema", schema, schema == SCHEMA, str(SCHEMA)),
+        ("suites", run["suites"], run["suites"] and all(isinstance(s, str) for s in run["suites"]), "names of suites"),
+        ("case", case, case is None or isinstance(case, str), "a glob or null"),
+        ("policy", policy, policy in POLICIES, " or ".join(POLICIES)),
+    ):
+        if not valid:
+            raise UnreadableError(f"{path} says {key} {value!r}", expected, "run again")
     return dict(run)
+
+
+def check_files(folder: Path, platform: Platform) -> None:
+    """Read everything in a baselines folder that a run on this platform is judged with, before it costs a run.
+
+    What does not exist is no error here: the verdict says what that means.
+
+    Raises:
+        ConfigError: a file is malformed.
+    """
+    path = folder / platform.id / "manifest.txt"
+    if path.exists():
+        manifest.read(path)
+    ledger.load(folder / "waivers.toml")
+    path = folder / platform.id / baselines.LOSS_FILE
+    if path.exists():
+        baselines.load_loss(path, platform.id)
+    for arch in platform.codegen_archs:
+        path = folder / arch / baselines.CODEGEN_FILE
+        if path.exists():
+            baselines.load_codegen(path, arch)
 
 
 @dataclass(frozen=True)
@@ -123,8 +165,9 @@ def judge(evidence: Path, baselines_root: Path | None = None) -> Judgement:
     results = _measured(found, results, notes)
     results += _manifest_findings(found, results, notes)
     results += _agreement(found, notes)
+    results += _idle(found, results)
     results = _waived(found, results)
-    policy = str(run.get("policy") or "pull-request")
+    policy = str(run["policy"])
     if policy == MAIN:
         results = [replace(result, strict=True) for result in results]
     results.sort(key=lambda result: (suite_rank(result.suite), result.id))
@@ -140,8 +183,8 @@ def _journaled(found: _Evidence) -> list[Result]:
     results: list[Result] = []
     for suite in found.suites:
         log = deaths.log_tail(found.folder, suite)
-        process, session = deaths.last_of(found.journal, suite)
-        death = deaths.death_of(process, session, log) if process is not None else None
+        _, session = deaths.last_of(found.journal, suite)
+        death = deaths.of_suite(found.journal, suite, found.folder)
         interrupted = session is not None and session.rc == deaths.PYTEST_INTERRUPTED
         if death is None and interrupted:
             death = deaths.Death(Verdict.INTERRUPTED, "pytest was interrupted")
@@ -158,14 +201,15 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         return Result(record.id, record.suite, verdict, message, detail, record.seconds, dict(record.properties))
 
     state = record.state
-    if crash is not None and state in ("running", "failed", "not-run"):
+    if crash is not None:  # also of a test that had passed by then: nobody knows what was still to come
         return result(crash.verdict, crash.message, log)
     if state == "running":
         if death is None:
             return result(Verdict.DISAGREE, "started, and neither it nor its process is said to have died", log)
         return result(death.verdict, f"{death.message} while it ran this test", log)
     if state == "not-run":
-        why = death.message if death else "collected, never started, and its session ended as if all were done"
+        idle = "started, and its call never ran" if record.started else "collected, never started"
+        why = death.message if death else f"{idle}, and its session ended as if all were done"
         return result(Verdict.MISSING, f"not run: {why}")
     # Attempts that a dying process cut off say nothing; outcomes that differ do.
     outcomes = {earlier for earlier in record.earlier if earlier in ("passed", "failed")}
@@ -174,11 +218,23 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         return result(Verdict.FLAKY, f"attempts of one run ended differently: {told}", record.detail)
     if state == "failed":
         verdict = Verdict.OOM if any(word in record.message for word in OUT_OF_MEMORY) else Verdict.FAIL
-        phase = record.failed_phase
-        return result(verdict, record.message if phase == "call" else f"{phase}: {record.message}", record.detail)
+        message = _whole_message(record)
+        return result(
+            verdict, message if record.failed_phase == "call" else f"{record.failed_phase}: {message}", record.detail
+        )
     if state == "skipped":
         return result(Verdict.SKIP, record.message)
     return result(Verdict.PASS, "")
+
+
+def _whole_message(record: TestRecord) -> str:
+    """The failure in one line; a first line that ends in a colon is completed by the next line of the traceback."""
+    if not record.message.endswith(":"):
+        return record.message
+    lines = [line[1:].strip() for line in record.detail.splitlines() if line.startswith("E ")]
+    position = next((number for number, line in enumerate(lines) if line.endswith(record.message)), None)
+    following = lines[position + 1] if position is not None and position + 1 < len(lines) else ""
+    return f"{record.message} {following}".rstrip()
 
 
 # 2. What tests measured --------------------------------------------------------------------------------------------
@@ -205,7 +261,10 @@ def _measured(found: _Evidence, results: list[Result], notes: list[str]) -> list
 def _file_of(found: _Evidence, result: Result, key: str) -> Path:
     """The evidence file that a test names. UnreadableError for one outside of the folder."""
     name = str(result.properties[key])
-    path = (found.folder / name).resolve()
+    try:
+        path = (found.folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a name too long, a loop of links
+        raise UnreadableError(f"{key} {name!r} is no path ({error})", "a path inside of the evidence folder") from None
     if not path.is_relative_to(found.folder.resolve()):
         raise UnreadableError(f"{key} {name!r} lies outside of the evidence folder", "a path inside of it")
     return path
@@ -259,7 +318,7 @@ class _LossJudge:
         if reference is None:
             return _overridden(result, Verdict.NO_BASELINE, f"{evidence.case} has no run 0 (nudge 0, as configured)")
         spread = [bands.Curve.of_run(run) for run in same if run is not reference]
-        nudged = sum(run.nudge > 0 for run in same)
+        nudged = bands.counted(reference, same)
         return self._apply(
             result, bands.compare(bands.Curve.of_evidence(evidence), bands.Curve.of_run(reference), spread, nudged)
         )
@@ -332,7 +391,10 @@ class _CodegenJudge:
         self.loaded: dict[str, baselines.CodegenBaseline | None] = {}
         for arch in found.platform.codegen_archs:
             self._load(arch)
-        self.versions: set[str] = set()
+        # The run's own Triton counts too: a suite that stops writing evidence altogether must not escape its rows.
+        versions = found.run.get("versions")
+        triton = str(versions.get("triton") or "") if isinstance(versions, Mapping) else ""
+        self.versions: set[str] = {baselines.minor_version(triton)} if triton else set()
 
     def _load(self, arch: str) -> baselines.CodegenBaseline | None:
         if arch not in self.loaded:
@@ -420,17 +482,27 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
     if not path.exists():
         what = f"baselines/{found.platform.id}/manifest.txt does not exist: nothing says which tests must run here"
         if found.platform.calibrated:
+            what += f"; write it: `fp8ci baseline record --platform {found.platform.id} --manifest`"
             return [deaths.suite_result(found.suites[0], "manifest", Verdict.NO_BASELINE, what)]
         notes.append(what)
         return []
-    required = [test_id for test_id in manifest.read(path) if found.selected(test_id)]
-    positions = {result.id: position for position, result in enumerate(results)}
+    listed_ids = manifest.read(path)
     absent: list[Result] = []
+    for suite in found.suites:
+        if suite in found.platform.suites and not any(test_id.startswith(f"{suite}/") for test_id in listed_ids):
+            what = f"baselines/{found.platform.id}/manifest.txt lists no test of {suite}: nothing says what must run"
+            absent.append(deaths.suite_result(suite, "manifest", Verdict.NO_BASELINE, what))
+    required = [test_id for test_id in listed_ids if found.selected(test_id)]
+    positions = {result.id: position for position, result in enumerate(results)}
+    died = {suite: death for suite in found.suites if (death := deaths.of_suite(found.journal, suite, found.folder))}
     for test_id in required:
         position = positions.get(test_id)
         if position is None:
+            suite = test_id.partition("/")[0]
             what = f"in baselines/{found.platform.id}/manifest.txt, and not collected"
-            absent.append(Result(test_id, test_id.partition("/")[0], Verdict.MISSING, what))
+            if suite not in found.journal.collected and suite in died:
+                what = f"not run: {died[suite].message}"  # nobody deleted it: its process never came so far
+            absent.append(Result(test_id, suite, Verdict.MISSING, what))
         elif results[position].verdict is Verdict.SKIP:
             reason = f"must run on {found.platform.id} and was skipped: {results[position].message}"
             results[position] = replace(results[position], verdict=Verdict.MISSING, message=reason)
@@ -442,23 +514,38 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
     return absent
 
 
+def _idle(found: _Evidence, results: list[Result]) -> Iterator[Result]:
+    """MISSING for a suite of which every test was skipped: it judged nothing. Under --case, for the run as a whole."""
+    parts = [found.suites] if found.case is not None else [(suite,) for suite in found.suites]
+    for suites in parts:
+        mine = [result for result in results if result.suite in suites]
+        if mine and all(result.verdict is Verdict.SKIP for result in mine):
+            what = f"nothing ran: all {len(mine)} were skipped, the first because: {mine[0].message}"
+            yield deaths.suite_result(mine[0].suite, "skipped", Verdict.MISSING, what)
+
+
 # Agreement of the run's own files ----------------------------------------------------------------------------------
 
 
 def _agreement(found: _Evidence, notes: list[str]) -> Iterable[Result]:
     run_id = found.run["run_id"]
-    if found.run.get("interrupted") and not any(process.killed_by for process in found.journal.processes):
+    if found.run.get("interrupted") and "interrupt" not in {process.killed_by for process in found.journal.processes}:
         yield deaths.suite_result(found.suites[0], "run", Verdict.INTERRUPTED, "the run was stopped between two suites")
     strangers = sorted(found.journal.run_ids - {run_id})
     if strangers:
         what = f"the journal is of run {strangers[0]}, {RUN_FILE} of {run_id}: one of them is from another run"
         yield deaths.suite_result(found.suites[0], "run-id", Verdict.DISAGREE, what)
+    machine = found.run.get("capabilities")
+    if isinstance(machine, Mapping) and machine.get("platform") != found.platform.id:
+        what = f"{RUN_FILE} is of platform {found.platform.id}, and its machine is a {machine.get('platform')}"
+        yield deaths.suite_result(found.suites[0], "platform", Verdict.DISAGREE, what)
     for test_id in found.journal.tests:
         suite = test_id.partition("/")[0]
         if suite not in found.suites:
             what = f"the journal holds {test_id}, and the run did not select suite {suite!r}"
             yield deaths.suite_result(suite, "selection", Verdict.DISAGREE, what)
             break
+    yield from _report_of_another_run(found)
     if not found.journal.damage:
         return
     died = any(
@@ -470,6 +557,24 @@ def _agreement(found: _Evidence, notes: list[str]) -> Iterable[Result]:
     else:
         what = f"{JOURNAL_FILE}: {found.journal.damage[0]}, though every process ended in order"
         yield deaths.suite_result(found.suites[0], "journal", Verdict.UNREADABLE, what)
+
+
+def _report_of_another_run(found: _Evidence) -> Iterator[Result]:
+    """junit.xml is what most tools look at: one beside this journal that is of another run, or cut, is a finding.
+
+    There is none while a run judges itself; its reader checks the rest when it is written (junit.py).
+    """
+    path = found.folder / "junit.xml"
+    if not path.exists():
+        return
+    try:
+        told = junit.run_ids(path)
+    except UnreadableError as error:
+        yield deaths.suite_result(found.suites[0], "junit", Verdict.UNREADABLE, str(error))
+        return
+    if told != {found.run["run_id"]}:
+        what = f"junit.xml is of run {', '.join(sorted(told)) or 'nobody'}, {RUN_FILE} of {found.run['run_id']}"
+        yield deaths.suite_result(found.suites[0], "junit", Verdict.DISAGREE, what)
 
 
 # 4. Waivers --------------------------------------------------------------------------------------------------------
@@ -499,6 +604,8 @@ def _waived(found: _Evidence, results: list[Result]) -> list[Result]:
             unused = f"waived, and the test {told}: {owner}"
             result = Result(waiver.id, waiver.id.partition("/")[0], Verdict.WAIVER_UNUSED, unused)
             result = replace(known, verdict=Verdict.WAIVER_UNUSED, message=unused) if known else result
+        elif not _waivable(found, known):
+            continue
         elif waiver.expired(found.day):
             told = f"the waiver expired on {waiver.expires}: {owner}; {known.verdict}: {known.message}"
             result = replace(known, verdict=Verdict.WAIVER_EXPIRED, message=told)
@@ -511,6 +618,16 @@ def _waived(found: _Evidence, results: list[Result]) -> list[Result]:
         else:
             results[position] = result
     return results
+
+
+def _waivable(found: _Evidence, known: Result) -> bool:
+    """Whether a waiver may speak of this result: a red or skipped test, never evidence that is missing or untrue.
+
+    A waiver that covered MISSING would let its test be deleted, one that covered KILLED a run that nobody finished.
+    """
+    record = found.journal.tests.get(known.id)
+    skipped = record is not None and record.state == "skipped" and known.verdict in (Verdict.SKIP, Verdict.MISSING)
+    return skipped or VERDICTS[known.verdict].exit_code in (SUCCESS, FAILED, BASELINE)
 
 
 def against(evidence: Path, checkout_baselines: Path) -> tuple[Judgement, tuple[str, ...]]:

@@ -33,15 +33,20 @@ WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
 MESSAGE_LIMIT = 400
 
 
-def separate_worker() -> None:
-    """Give this process its own Triton cache folder, and its own GPU where `FP8CI_WORKER_DEVICES` lists several.
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
-    Triton's cache is not safe between processes that purge or race in it; a shared one has broken parallel suites.
+
+def separate_worker() -> None:
+    """Give this process its own compile caches, and its own GPU where `FP8CI_WORKER_DEVICES` lists several.
+
+    Neither Triton's cache nor Inductor's is safe between processes that purge or race in it; a shared one has broken
+    parallel suites.
     """
     worker = os.environ.get(WORKER_VARIABLE)
-    cache = os.environ.get("TRITON_CACHE_DIR")
-    if cache and worker:
-        os.environ["TRITON_CACHE_DIR"] = str(Path(cache) / worker)
+    for variable in CACHE_VARIABLES:
+        cache = os.environ.get(variable)
+        if cache and worker:
+            os.environ[variable] = str(Path(cache) / worker)
     name, _, devices = os.environ.get(DEVICES_VARIABLE, "").partition("=")
     if worker and name and devices:
         listed = devices.split(",")

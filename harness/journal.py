@@ -26,12 +26,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from harness.errors import DiskError, MissingError
+from harness.errors import DiskError, MissingError, UnreadableError
 
 FILE_NAME = "journal.jsonl"
 
 Value = str | int | float
 State = Literal["passed", "failed", "skipped", "running", "not-run"]
+
+#: How a plugin that repeats failed tests (pytest-rerunfailures) reports an attempt it does not count.
+RERUN = "rerun"
+OUTCOMES = frozenset({"passed", "failed", "skipped", RERUN})
 
 DETAIL_LIMIT = 32_768
 """Characters of a traceback or of captured output that are kept; the middle goes. The log holds all of it."""
@@ -132,7 +136,8 @@ class TestRecord:
     def state(self) -> State:
         """passed, failed, skipped; running when it had started and not ended; not-run when it never started.
 
-        A failed phase counts at once; passed and skipped only when the teardown has ended too.
+        A failed phase counts at once; passed and skipped only when the teardown has ended too. A test whose call did
+        not run (`--setup-only`, `--setup-plan`) passed nothing: it is not-run.
         """
         outcomes = {phase.outcome for phase in self.phases}
         if "failed" in outcomes:
@@ -141,7 +146,9 @@ class TestRecord:
             return "not-run"
         if not self.ended:
             return "running"
-        return "skipped" if "skipped" in outcomes else "passed"
+        if "skipped" in outcomes:
+            return "skipped"
+        return "passed" if any(phase.phase == "call" for phase in self.phases) else "not-run"
 
     @property
     def seconds(self) -> float:
@@ -269,7 +276,7 @@ class Journal:
 
     def _session(self, event: Mapping[str, Any]) -> None:
         self.sessions.append(
-            SessionRecord(event["suite"], event["run_id"], int(event["pid"]), float(event.get("time", 0.0)))
+            SessionRecord(event["suite"], str(event["run_id"]), int(event["pid"]), float(event.get("time", 0.0)))
         )
 
     def _collected(self, event: Mapping[str, Any]) -> None:
@@ -294,10 +301,15 @@ class Journal:
         record.started = True
 
     def _phase(self, event: Mapping[str, Any]) -> None:
+        outcome, seconds = str(event["outcome"]), float(event["seconds"])
+        if outcome not in OUTCOMES:
+            raise ValueError(f"outcome is {outcome!r}")
+        if not math.isfinite(seconds):
+            raise ValueError(f"seconds is {seconds}")
         ended = Phase(
             str(event["phase"]),
-            str(event["outcome"]),
-            float(event["seconds"]),
+            outcome,
+            seconds,
             str(event.get("message", "")),
             str(event.get("detail", "")),
         )
@@ -306,6 +318,10 @@ class Journal:
         record.worker = str(event.get("worker", ""))
         record.phases.append(ended)
         record.properties.update(event.get("properties", {}))
+        if ended.outcome == RERUN:  # a failure that a plugin is about to try again, without another start event
+            record.earlier.append("failed")
+            record.phases, record.properties, record.ended = [], {}, False
+            return
         record.ended = record.ended or ended.phase == "teardown"
 
     def _worker_crash(self, event: Mapping[str, Any]) -> None:
@@ -313,7 +329,7 @@ class Journal:
             CrashRecord(
                 str(event.get("id") or ""),
                 str(event.get("worker", "")),
-                event.get("signal"),
+                _text_or_none(event.get("signal")),
                 str(event.get("message", "")),
                 str(event.get("suite", "")),
             )
@@ -339,11 +355,17 @@ class Journal:
     def _process_end(self, event: Mapping[str, Any]) -> None:
         for process in reversed(self.processes):
             if (process.suite, process.attempt) == (event["suite"], event["attempt"]):
-                process.ended = True
-                process.rc, process.signal, process.killed_by = event["rc"], event["signal"], event["killed_by"]
+                code = None if event["rc"] is None else int(event["rc"])
                 process.seconds = float(event["seconds"])
+                process.rc, process.signal = code, _text_or_none(event["signal"])
+                process.killed_by = _text_or_none(event["killed_by"])
+                process.ended = True
                 return
         self.damage.append(f"a process of {event['suite']} ended without having begun")
+
+
+def _text_or_none(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _collect_record(event: Mapping[str, Any]) -> CollectRecord:
@@ -391,7 +413,7 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
     """One line -> its event, None when it is none (cut, or not an object)."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and "event" in event else None
 
@@ -403,6 +425,10 @@ def read_events(path: Path, damage: list[str]) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         raise MissingError(
             f"{path} does not exist", "the journal that every run writes", "name a folder that `fp8ci run` has written"
+        ) from None
+    except OSError as error:
+        raise UnreadableError(
+            f"{path} cannot be read ({error.strerror})", "the journal that every run writes", "run again"
         ) from None
     with stream:
         for number, line in enumerate(stream, start=1):

@@ -106,10 +106,12 @@ def _suite(suite: str, platform: str, judgement: Judgement, run: Mapping[str, An
     for name, value in _suite_properties(run):
         element.add_property(name, value)
     used: set[str] = set()
-    for result in judgement.results:
-        if result.suite == suite:
-            name = _unique(case_name(result.id), used)
-            element.add_testcase(_case(result, name, class_name(suite, platform)))
+    mine = [result for result in judgement.results if result.suite == suite]
+    names = [_unique(case_name(result.id), used) for result in mine]
+    # All at once: junitparser's add_testcase counts the whole suite again for each case, which is quadratic.
+    element.add_testcases(
+        [_case(result, name, class_name(suite, platform)) for result, name in zip(mine, names, strict=True)]
+    )
     return element
 
 
@@ -160,6 +162,21 @@ def _wall_seconds(run: Mapping[str, Any]) -> dict[str, float]:
             suite = str(attempt.get("suite"))
             walls[suite] = walls.get(suite, 0.0) + float(attempt["seconds"])
     return walls
+
+
+def run_ids(path: Path) -> set[str]:
+    """The runs that a report of ours names: one id, or none in a report that somebody else wrote.
+
+    Raises:
+        UnreadableError: it is no XML.
+    """
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError, ValueError) as error:
+        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+    return {
+        str(item.get("value")) for item in root.findall("testsuite/properties/property") if item.get("name") == "run_id"
+    }
 
 
 def check(path: Path, judgement: Judgement, platform: str) -> None:

@@ -97,7 +97,9 @@ def lanes(
     `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else. On a GPU there is
     one lane: two suites at once would share the device.
     """
-    available = cores or usable_cores()
+    asked = (environment or {}).get("OMP_NUM_THREADS", "")
+    # Processes with threads of their own get cores of their own: two of two on two cores take thirty times as long.
+    available = max(1, (cores or usable_cores()) // (int(asked) if asked.isdigit() and int(asked) else 1))
     work = {suite: _work(root, platform, suite, case) for suite in suites}
     count = min(len(suites), available) if platform.vendor == "cpu" else 1
     laid: list[list[str]] = [[] for _ in range(max(1, count))]
@@ -154,7 +156,8 @@ class _JobMaker:
         execution = platforms.EXECUTION[self.platform.vendor, suite]
         own_workers = any(item.startswith(("-n", "--numprocesses", "--dist")) for item in self.pytest_args)
         argv = [sys.executable, "-m", "pytest", f"suites/{suite}", "--rootdir", str(self.root)]
-        argv += ["-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
+        # Hypothesis's plugin costs a second a process, and no suite that is gated draws its inputs from it.
+        argv += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-q", "--tb=short", "-rfE"]
         # One broken file must not take the results of the others along: it is red by itself, and its ids are missing.
         argv += ["--continue-on-collection-errors", *_plugin(), "--fp8-suite", suite, *self.options]
         if self.collect_only:

@@ -123,19 +123,22 @@ class Execution:
     start_seconds: float
 
 
-# Triton 3.9 announces that floating-point fusion goes off by default in 3.10; bits and listings depend on it.
-_EVERYWHERE = {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONUNBUFFERED": "1"}
+# Triton 3.9 announces that floating-point fusion goes off by default in 3.10; bits and listings depend on it. Off, as
+# the kernels ask for at every launch.
+_EVERYWHERE = {"TRITON_DEFAULT_FP_FUSION": "0", "PYTHONUNBUFFERED": "1"}
 # The interpreter must be chosen before triton is imported, and nothing compiles once it is: it is set or absent for a
 # whole process. PYTHONHASHSEED stays random, so that an order that depends on it shows up here first.
 _INTERPRETED = MappingProxyType({**_EVERYWHERE, "TRITON_INTERPRET": "1"})
 _COMPILED = MappingProxyType(_EVERYWHERE)
-_NEVER_SET = ("PYTHONHASHSEED", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
-_NOT_INTERPRETED = (*_NEVER_SET, "TRITON_INTERPRET")
+NEVER_SET = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+"""Taken away from every test process: what a shell happens to hold must not choose tests, order or plugins, nor switch
+off the assertions of what the tests call (pytest keeps those of test modules only)."""
+_NOT_INTERPRETED = (*NEVER_SET, "TRITON_INTERPRET")
 
-_CPU_NUMERICS = Execution(_INTERPRETED, _NEVER_SET, "cores", 900.0, 0.07, 4.0)
+_CPU_NUMERICS = Execution(_INTERPRETED, NEVER_SET, "cores", 900.0, 0.07, 4.0)
 _GPU_NUMERICS = Execution(_COMPILED, _NOT_INTERPRETED, "gpus", 1200.0, 0.2, 20.0)
 _CODEGEN = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 900.0, 0.2, 3.0)
-_LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "one", 1800.0, 20.0, 4.0)
+_LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 40.0, 4.0)
 
 DEVICES_VARIABLE = "FP8CI_WORKER_DEVICES"
 """`NAME=0,1,2`: test worker i sees only the i-th of these devices, through the environment variable NAME."""

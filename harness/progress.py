@@ -247,9 +247,9 @@ class Live:
 
 
 def choose(tail: JournalTail, lanes: Lanes, wanted: bool, stream: TextIO | None = None) -> Progress:
-    """The display for this stderr: none when not wanted, live on a terminal, else plain lines."""
+    """The display for this stderr: none when not wanted (or stderr is closed), live on a terminal, else plain lines."""
     out = stream or sys.stderr
-    if not wanted:
+    if not wanted or out is None:
         return Silent()
     watcher = Watcher(tail, lanes)
     if stream is None and out.isatty():

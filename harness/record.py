@@ -4,7 +4,7 @@ A baseline is only as good as the run behind it, so evidence with a failed test 
 of a broken build as run 0. For the loss suite one recording is several runs, as the band is made from their spread:
 
     run 0          as configured: the reference
-    nudged 1..N    FP8STACK_NUDGE=i: the last mantissa bit of one in a thousand initial weights flipped, seeded by i
+    nudged 1..N    FP8STACK_NUDGE=i: the last bf16 mantissa bit of one in a thousand initial weights flipped, by i
     variants       a row of VARIANTS each: other thread counts, a lower instruction set (CPU only)
 
 Recording over what exists *adds* runs of the same configuration. Whatever makes the gate more tolerant needs a reason
@@ -86,6 +86,8 @@ def run_all(
     say(f"recording {', '.join(suites)} on {platform.id}: run 0, as configured")
     first = execute(tuple(suites), {}, (), "run-0")
     check(first)
+    if gate.read_run(first).get("dirty"):
+        say("the checkout has local changes: the rows will say `dirty`, and their commit is not what ran")
     sources = [Source(first)]
     if "loss" not in suites:
         return sources
@@ -280,7 +282,12 @@ def _merge_case(case: str, before: list[LossRun], fresh: list[LossRun], change: 
     if baselines.reference_run(merged) is None:
         what = f"{case} has no run as configured"
         raise MissingError(what, "run 0 without a nudge", f"record one without {NUDGE_VARIABLE}")
-    change.told.append(f"{case}: {len(added)} runs added, {len(merged)} in all")
+    reference = baselines.reference_run(merged)
+    assert reference is not None
+    told = (
+        f"{case}: {len(added)} runs added, {len(merged)} in all, {bands.counted(reference, merged)} count for the band"
+    )
+    change.told.append(told)
     if same and added:
         change.loosened.extend(f"{case}: {text}" for text in _wider(same, merged))
     return merged
@@ -306,7 +313,7 @@ def _limits(rows: Sequence[LossRun]) -> dict[str, float]:
     if reference is None:
         return {}
     spread = [bands.Curve.of_run(row) for row in rows if row is not reference]
-    nudged = sum(row.nudge > 0 for row in rows)
+    nudged = bands.counted(reference, rows)
     limits: dict[str, float] = {}
     for metric in ("loss", "grad_norm"):
         found = bands.limits(metric, bands.Curve.of_run(reference), spread, nudged)
@@ -455,7 +462,8 @@ def lint(root: Path) -> list[str]:
         for case in sorted({row.case for row in baseline.rows}):
             rows = baseline.of_case(case)
             where = f"{platform.id}/{baselines.LOSS_FILE}: {case}"
-            if baselines.reference_run(rows) is None:
+            reference = baselines.reference_run(rows)
+            if reference is None:
                 problems.append(f"{where} has no run 0")
             if not any(row.nudge for row in rows):
                 problems.append(f"{where} has no nudged run, so its band is the floor")

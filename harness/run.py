@@ -14,6 +14,7 @@ Not here: what runs where (plan.py), verdicts (gate.py), junit.xml and summary.m
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import platform as host
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -84,14 +85,16 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
     started = _now()
     stamp = started.strftime("%Y%m%dT%H%M%SZ")
     default = request.root / "evidence" / f"{request.platform.id}-{stamp}-{run_id}"
-    out = prepare_folder((request.out or default).absolute())
-    with _stop_signals() as stopped:
+    out = (request.out or default).absolute()
+    with _only_run_in(out), _stop_signals() as stopped:
+        prepare_folder(out)
         machine = _probe(request, stopped)
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
         _copy_judged_with(request, out)
         run = _describe(request, suites, machine, run_id, started)
-        with tempfile.TemporaryDirectory(prefix="fp8ci-triton-") as cache:
-            lanes = _lanes(request, suites, machine, out, run_id, cache)
+        with triton_cache() as cache, tempfile.TemporaryDirectory(prefix="fp8ci-inductor-") as inductor:
+            caches = {"TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": inductor}
+            lanes = _lanes(request, suites, machine, out, run_id, caches)
             run["jobs"] = [
                 {"suite": job.suite, "lane": number, "workers": job.workers, "threads": job.threads}
                 for number, lane in enumerate(lanes)
@@ -120,6 +123,61 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
         raise InterruptedRun("stopped before the first test", next_step="run again")
     _check_case(request, suites, told)
     return out
+
+
+@contextmanager
+def _only_run_in(out: Path) -> Iterator[None]:
+    """The folder belongs to this run until it ends, however it ends; UsageError while another run has it.
+
+    Two runs in one folder would remove and then continue each other's journal.
+    """
+    if out.exists() and not out.is_dir():
+        yield  # prepare_folder says it
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DiskError(f"{out} cannot be written ({error})", "a writable folder with room", "name another") from error
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another run writes to {out}", "a folder of its own", "wait, or name another") from None
+        except OSError:
+            pass  # a file system without locks (some network mounts)
+        yield
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def triton_cache() -> Iterator[str]:
+    """The folder for Triton's compile cache of one run: below the user's cache folder, kept for the next run.
+
+    Entries are keyed by the source, so an old one is never wrong, only unused. Two runs never write to it at once
+    (triton-lang/triton#2688, #4295): while another has it, or where it cannot be had, the run gets a folder that goes
+    with it.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        kept = Path(base) / "fp8ci" / "triton"
+        kept.mkdir(parents=True, exist_ok=True)
+        folder = os.open(kept, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (OSError, RuntimeError):  # no home, or none that can be written
+        with tempfile.TemporaryDirectory(prefix="fp8ci-triton-") as own:
+            yield own
+        return
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another run's, or a file system without locks
+            with tempfile.TemporaryDirectory(prefix="fp8ci-triton-") as own:
+                yield own
+            return
+        yield str(kept)
+    finally:
+        os.close(folder)
 
 
 def prepare_folder(out: Path) -> Path:
@@ -206,6 +264,7 @@ def _describe(
         "versions": versions,
         "capabilities": json.loads(machine.to_json()),
         "environment": dict(request.env_overrides),
+        "ignored_environment": sorted(name for name in platforms.NEVER_SET if name in os.environ),
         "host": {
             "name": host.node(),
             "system": host.platform(),
@@ -226,9 +285,12 @@ def _lanes(
     machine: capabilities.Capabilities,
     out: Path,
     run_id: str,
-    cache: str,
+    caches: Mapping[str, str],
 ) -> Lanes:
-    """The jobs of this run. The Triton cache is this run's own, and each worker takes a folder of its own in it."""
+    """The jobs of this run. No other run has its compile caches, and each worker takes a folder of its own in them.
+
+    Inductor's starts empty: one that other environments had filled gave kernels that refused their arguments.
+    """
     options = ["--fp8-out", str(out), "--fp8-platform", request.platform.id, "--fp8-run-id", run_id]
     options += ["--fp8-capabilities", str(out / CAPABILITIES_FILE)]
     if request.case is not None:
@@ -240,7 +302,7 @@ def _lanes(
         case=request.case,
         options=options,
         pytest_args=request.pytest_args,
-        environment={"TRITON_CACHE_DIR": cache, **request.env_overrides},
+        environment={**caches, **request.env_overrides},
         gpus=machine.gpus,
         cores=request.cores,
     )
@@ -260,7 +322,10 @@ def _run_lanes(
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            display.update()
+            try:
+                display.update()
+            except OSError:  # nobody reads stderr any more (`fp8ci run 2>&1 | head`): no reason to stop the tests
+                display = progress.Silent()
             time.sleep(0.1)
     except BaseException:
         stopped.set()
@@ -268,7 +333,8 @@ def _run_lanes(
     finally:
         for thread in threads:
             thread.join()
-        display.close()
+        with suppress(OSError):
+            display.close()
     return errors
 
 
@@ -309,12 +375,20 @@ def _run_lane(
         except HarnessError as error:
             errors.append(error)
             return
+        except OSError as error:
+            what = f"{job.suite} cannot be run ({error})"
+            errors.append(DiskError(what, "a writable evidence folder", "free space, or name another with --out"))
+            return
 
 
 def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Journal) -> None:
-    """UsageError when `--case` selected nothing in any suite, though each could be collected."""
+    """UsageError when `--case` selected nothing in any suite, though each could be collected.
+
+    Not where the manifest knows such cases: then they have vanished, which the gate says by name.
+    """
     if (
         request.case is None
+        or any(plan.expected_tests(request.root, request.platform, suite, request.case) for suite in suites)
         or any(told.collected.values())
         or told.collect_errors
         or set(told.collected) != set(suites)
@@ -350,7 +424,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _git(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it); None for both outside git."""
+    """(commit, whether the tree differs from it). Outside git the commit is GITHUB_SHA, or None, and so the second."""
 
     def ask(*arguments: str) -> str | None:
         try:
@@ -366,7 +440,9 @@ def _git(root: Path) -> tuple[str | None, bool | None]:
         return answer.stdout.strip() if answer.returncode == 0 else None
 
     commit = ask("rev-parse", "HEAD")
-    changes = ask("status", "--porcelain") if commit else None
+    if not commit:  # a checkout copied without its .git
+        return os.environ.get("GITHUB_SHA") or None, None
+    changes = ask("status", "--porcelain")
     return commit, None if changes is None else bool(changes)
 
 

@@ -27,7 +27,6 @@ import torch
 
 # The integer view of each element size, and the mask that makes its bits unsigned in int64.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

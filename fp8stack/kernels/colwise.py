@@ -27,7 +27,7 @@ Nothing is NaN until the cast, and codes of rows past a group's end are zero bec
 NaN. So columns are first written as if none were, and a program that has a non-finite one writes its codes once more.
 Masks in every tile, and NaN codes put into words of codes, would cost as much as the rest of the cast.
 
-Not here: rows with groups along K (rowwise_grouped.py).
+Not here: rows with groups along K.
 """
 
 from dataclasses import dataclass

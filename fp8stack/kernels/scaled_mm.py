@@ -5,8 +5,8 @@
 Backends, of which a table picks one (BACKENDS) and `launch.recording()` tells which it was:
 
     torch       torch._scaled_mm: hipBLASLt or Composable Kernel on ROCm, cuBLAS or CUTLASS on CUDA
-    reference   any device: decode to float32, multiply in float32, then one inverse scale, the other, the bias, and one
-                rounding
+    reference   any device: decode, multiply with float64 sums rounded to float32, then one inverse scale, the other,
+                the bias, and one rounding
     simulated   for a format that the hardware lacks, only while FP8STACK_ARCH asks for it: the codes decoded to bf16,
                 which holds every FP8 value exactly, and a bf16 product with float32 output; then as the reference
 
@@ -70,7 +70,10 @@ def _case(a: torch.Tensor, b: torch.Tensor, found: device.Detected) -> _Case:
 
 
 def choose_backend(a: torch.Tensor, b: torch.Tensor) -> str:
-    """The backend for two operands on their device. Raises UnsupportedDtype for a format the device lacks."""
+    """The backend for two FP8 operands on their device: a CPU runs the reference, elsewhere the table decides.
+
+    Raises UnsupportedDtype for a format that the device lacks, UnknownArch for a device without a row.
+    """
     found = device.detect(a.device)
     if found.target.vendor == "cpu":
         return "reference"
@@ -114,16 +117,18 @@ def scaled_mm_reference(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification, in plain torch. Any sizes; inverse scales (), (M,) and (N,); the rest as scaled_mm."""
-    product = formats.decode(a, a.dtype) @ formats.decode(b, b.dtype)
+    # float64: a sum of e4m3 products is exact there and one of e5m2 nearly, so the order of accumulation does not show:
+    # the same bits on every CPU, vector width and thread count.
+    left, right = (formats.decode(x, x.dtype).to(torch.float64) for x in (a, b))
+    product = (left @ right).to(torch.float32)
     return _descale(product, inverse_scale_a, inverse_scale_b, bias, out_dtype)
 
 
 def _simulated(a, b, inverse_scale_a, inverse_scale_b, out_dtype, bias):
     left, right = (formats.decode(x, x.dtype).to(torch.bfloat16) for x in (a, b))
     if a.device.type == "cpu":
-        product = left.to(torch.float32) @ right.to(
-            torch.float32
-        )  # torch has no bf16 product with float32 output there
+        # torch has no bf16 product with float32 output there.
+        product = left.to(torch.float32) @ right.to(torch.float32)
     else:
         product = torch.mm(left, right, out_dtype=torch.float32)
     return _descale(product, inverse_scale_a, inverse_scale_b, bias, out_dtype)
@@ -195,8 +200,10 @@ def scaled_mm(
     fast_accum: let the hardware accumulate with fewer bits (torch backend). pad: append zero codes up to the next
     multiple of 16 along K and N.
 
-    Raises ValueError, naming the dimension, for sizes, layouts and scales that do not fit; UnsupportedDtype for
-    operands that are not FP8 or that the device cannot multiply.
+    out_dtype: bfloat16 or float32; with a scale for each row the torch backend gives bfloat16 only.
+
+    Raises ValueError, naming the dimension, for sizes, layouts, scales, a backend and an out_dtype that do not fit;
+    UnsupportedDtype for operands that are not FP8 or that the device cannot multiply.
     """
     fmt_a, fmt_b = formats.get(a.dtype).name, formats.get(b.dtype).name
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -207,6 +214,14 @@ def scaled_mm(
     if backend is not None:
         _check_backend(backend, a)
     k, n = b.shape
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; expected (N,) = ({n},), one number a column; reshape or drop it"
+        )
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float32; convert the result afterwards"
+        )
     scale_a = _vector(inverse_scale_a, a.shape[0], "inverse_scale_a", "M", column=True)
     scale_b = _vector(inverse_scale_b, n, "inverse_scale_b", "N", column=False)
     if pad:

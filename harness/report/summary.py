@@ -42,6 +42,8 @@ KEY_FACTS: dict[str, str] = {
     "waves_per_simd": "waves",
     "code_bytes": "code B",
 }
+#: How the message of a test begins that a dead process never started.
+NOT_RUN = "not run: "
 LATE_DIVERGENCE = "100 steps cannot show late divergence: a curve that holds here may still diverge after thousands."
 
 NOT_JUDGED = (
@@ -58,8 +60,9 @@ def headline(judgement: Judgement) -> str:
     counts = count_line(judgement)
     worst = judgement.red[0] if judgement.red else None
     if worst is None:
-        improved = judgement.counts.get(str(Verdict.IMPROVED), 0)
-        word = "IMPROVED" if improved else "PASS"
+        # The first of these that was given at all: what nobody judged (SKIP, UNCALIBRATED) is never called a pass.
+        given = (Verdict.IMPROVED, Verdict.PASS, *NOT_JUDGED)
+        word = next((verdict for verdict in given if judgement.counts.get(str(verdict))), Verdict.MISSING)
         return f"{word} exit {judgement.exit_code}: {counts}"
     return f"{worst.verdict} exit {judgement.exit_code}: {told(worst)} [{counts}]"
 
@@ -140,15 +143,32 @@ def _findings(judgement: Judgement) -> list[str]:
     red = judgement.red
     if not red:
         return []
-    lines = ["## Findings, worst first", ""]
-    for result in red[:FINDINGS_SHOWN]:
-        lines.append(f"- {result.verdict}: {told(result)}")
-    if len(red) > FINDINGS_SHOWN:
-        lines.append(f"- ... and {len(red) - FINDINGS_SHOWN} more, all in junit.xml")
+    rows = list(_finding_rows(red))
+    lines = ["## Findings, worst first", "", *rows[:FINDINGS_SHOWN]]
+    if len(rows) > FINDINGS_SHOWN:
+        lines.append(f"- ... and {len(rows) - FINDINGS_SHOWN} more, all in junit.xml")
     lines.append("")
-    shown = dict.fromkeys(result.verdict for result in red[:FINDINGS_SHOWN])
+    shown = dict.fromkeys(result.verdict for result in red)
     lines.extend(f"{verdict}: {VERDICTS[verdict].meaning}. Next: {VERDICTS[verdict].advice}." for verdict in shown)
     return lines
+
+
+def _finding_rows(red: Sequence[Result]) -> Iterator[str]:
+    """A line a finding. The tests that a dead process never started are one line: they have one cause."""
+    never: dict[tuple[str, str], list[Result]] = {}
+    for result in red:
+        if result.message.startswith(NOT_RUN):
+            never.setdefault((result.suite, result.message), []).append(result)
+    for result in red:
+        same = never.get((result.suite, result.message), []) if result.message.startswith(NOT_RUN) else [result]
+        if result is not same[0]:
+            continue
+        if len(same) == 1:
+            yield f"- {result.verdict}: {told(result)}"
+        else:
+            first = clean_line(result.id.partition("/")[2], 200)
+            message = clean_line(result.message, 400)
+            yield f"- {result.verdict}: {len(same)} tests of {result.suite} - {message} (first {first})"
 
 
 def _improved(judgement: Judgement) -> list[str]:

@@ -87,7 +87,7 @@ RULES: tuple[Rule, ...] = (
         lambda code: ("native-f32" if code.spec.native else "software") if code.spec.encodes else "none",
         _equal,
         "a software conversion where the arch has an instruction means that the wrong format or cast path was chosen "
-        "(numerics.md, section 7)",
+        "(fp8stack/_triton.py, NATIVE_CASTS)",
         "software_rounding_instructions",
     ),
     Rule(

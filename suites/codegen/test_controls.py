@@ -6,7 +6,12 @@ bits, compiled like the product's kernels; its good twin stands beside it and mu
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +20,7 @@ from fp8stack._triton import CompileSpec, jit, tl
 from harness import isa
 from suites.codegen.machine_code import broken_rules, machine_code
 
-ARCHS = {"gfx942": "e4m3fnuz", "gfx950": "e4m3fn", "sm_90": "e4m3fn"}
+FORMATS = {"gfx942": "e4m3fnuz", "gfx950": "e4m3fn", "sm_90": "e4m3fn"}
 TYPES = {"e4m3fn": tl.float8e4nv, "e4m3fnuz": tl.float8e4b8, "e5m2": tl.float8e5, "e5m2fnuz": tl.float8e5b16}
 MAXIMUM = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "e5m2fnuz": 57344.0}
 
@@ -51,8 +56,12 @@ def _atomic_kernel(x_ptr, sum_ptr, SEM: tl.constexpr, BLOCK: tl.constexpr):
     tl.atomic_add(sum_ptr + tl.program_id(0) % 8, tl.sum(x, 0), sem=SEM)
 
 
-def _cast_spec(name: str, fmt: str, *, kernel=_cast_kernel, stride: int | None = 1, block: int = 4096, warps: int = 4):
-    """A bare cast; `stride` None leaves the unit stride of the codes to run time."""
+def _cast_spec(name: str, arch: str, *, kernel=_cast_kernel, stride: int | None = 1, block: int = 4096):
+    """A bare cast to the arch's format; `stride` None leaves the unit stride of the codes to run time.
+
+    An arch whose cast is not native with this Triton compiles to software, and the spec says so.
+    """
+    fmt = FORMATS[arch]
     signature = {"x_ptr": "*bf16", "q_ptr": "*u8"}
     constexprs = {"FP8": TYPES[fmt], "MAX": MAXIMUM[fmt], "BLOCK": block}
     if stride is None:
@@ -65,10 +74,9 @@ def _cast_spec(name: str, fmt: str, *, kernel=_cast_kernel, stride: int | None =
         fmt=fmt,
         signature=signature,
         constexprs=constexprs,
-        num_warps=warps,
         divisible=("x_ptr", "q_ptr"),
         within_2gb=("x_ptr", "q_ptr"),
-        native=True,
+        native=_triton.native_cast(arch, fmt),
     )
 
 
@@ -85,13 +93,13 @@ def _atomic_spec(sem: str) -> CompileSpec:
 
 
 def _cases(name: str, *archs: str):
-    return [pytest.param(arch, id=f"control-{name}-{arch}") for arch in archs or ARCHS]
+    return [pytest.param(arch, id=f"control-{name}-{arch}") for arch in archs or FORMATS]
 
 
 @pytest.mark.parametrize("arch", _cases("clean"))
 def test_clean_kernel(arch: str) -> None:
     """A native, contiguous, saturating cast breaks no rule."""
-    code = machine_code(_cast_spec("clean", ARCHS[arch]), arch)
+    code = machine_code(_cast_spec("clean", arch), arch)
     assert broken_rules(code) == []
     assert code.facts["region"] == "kernel"
 
@@ -110,7 +118,7 @@ def test_acquire_release_atomic(arch: str) -> None:
 @pytest.mark.parametrize("arch", _cases("runtime-stride"))
 def test_runtime_unit_stride(arch: str) -> None:
     """A stride that is 1 but annotated int is not folded (triton#9834): one-byte stores, one a code."""
-    code = machine_code(_cast_spec("stride", ARCHS[arch], kernel=_cast_annotated_kernel, stride=None), arch)
+    code = machine_code(_cast_spec("stride", arch, kernel=_cast_annotated_kernel, stride=None), arch)
     lanes = code.spec.num_warps * _triton.TARGETS[arch].wave_size
     assert code.facts["narrow_memory_instructions"] == 4096 // lanes
     assert code.facts["widest_store_bytes"] == 1
@@ -130,7 +138,8 @@ def test_runtime_unit_stride(arch: str) -> None:
 )
 def test_software_conversion(arch: str, fmt: str) -> None:
     """A format that the arch does not speak is converted in software, and the reader says so."""
-    spec = replace(_cast_spec("software", fmt), native=False)
+    constexprs = {"FP8": TYPES[fmt], "MAX": MAXIMUM[fmt], "BLOCK": 4096, "stride": 1}
+    spec = replace(_cast_spec("software", arch), fmt=fmt, constexprs=constexprs, native=False)
     code = machine_code(spec, arch)
     assert code.facts["fp8_encode"] == "software"
     assert code.facts["fp8_encode_instructions"] == 0
@@ -141,7 +150,7 @@ def test_software_conversion(arch: str, fmt: str) -> None:
 @pytest.mark.parametrize("arch", _cases("through-float16", "sm_90"))
 def test_double_rounding(arch: str) -> None:
     """A cast that goes through float16 rounds twice: native, but not from float32."""
-    code = machine_code(_cast_spec("float16", ARCHS[arch], kernel=_cast_through_float16_kernel), arch)
+    code = machine_code(_cast_spec("float16", arch, kernel=_cast_through_float16_kernel), arch)
     assert code.facts["fp8_encode"] == "native-f16"
     assert any("fp8_encode is native-f16; expected native-f32" in message for message in broken_rules(code))
 
@@ -184,9 +193,9 @@ def _spill_spec(arch: str) -> CompileSpec:
 @pytest.mark.parametrize("arch", _cases("hash"))
 def test_hash(arch: str) -> None:
     """The hash of a listing is the same for the same kernel and differs for a changed one; it names no path."""
-    first = machine_code(_cast_spec("hash", ARCHS[arch]), arch)
-    again = machine_code(_cast_spec("hash", ARCHS[arch]), arch)
-    other = machine_code(_cast_spec("hash", ARCHS[arch], block=8192), arch)
+    first = machine_code(_cast_spec("hash", arch), arch)
+    again = machine_code(_cast_spec("hash", arch), arch)
+    other = machine_code(_cast_spec("hash", arch, block=8192), arch)
     assert first.listing.digest == again.listing.digest
     assert first.listing.digest != other.listing.digest
 
@@ -194,10 +203,37 @@ def test_hash(arch: str) -> None:
 @pytest.mark.parametrize("arch", _cases("ptx", "sm_90"))
 def test_ptx_agrees(arch: str) -> None:
     """PTX and the machine code made of it name the same conversions, loads and stores."""
-    code = machine_code(_cast_spec("ptx", ARCHS[arch]), arch)
+    code = machine_code(_cast_spec("ptx", arch), arch)
     assert code.ptx is not None
     asked = isa.read_ptx(code.ptx)
     assert isa.fp8_encode(asked) == code.facts["fp8_encode"]
     assert asked.resources["threads"] == 32 * code.spec.num_warps
     for fact in ("load_instructions", "store_instructions", "fp8_encode_instructions"):
         assert len(isa.offenders(asked, fact)) == code.facts[fact], fact
+
+
+def test_archs_in_turn() -> None:
+    """Two AMD archs in one process, in both orders: each as if it were the only one (3.6 mixes them up, left alone)."""
+    for order in (("gfx942", "gfx950"), ("gfx950", "gfx942")):
+        for arch in order:
+            # A block that no other test compiles: the listing must come from the compiler, not from its cache.
+            block = {"gfx942": 16384, "gfx950": 32768}[order[0]]
+            code = machine_code(_cast_spec("turn", arch, block=block), arch)
+            assert code.facts["fp8_encode"] == "native-f32", f"{arch} in the order {order}"
+
+
+def _digests(folder: str) -> list[str]:
+    os.environ["TRITON_CACHE_DIR"] = folder
+    specs = [_cast_spec("cache", "gfx942", block=2048), _atomic_spec("relaxed")]
+    return [machine_code(spec, "gfx942").listing.digest for spec in specs]
+
+
+def test_processes_share_a_cache(tmp_path: Path) -> None:
+    """Four processes that compile the same kernels into one fresh folder all get the same code (triton#2688, #4295)."""
+    with warnings.catch_warnings(), ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking beside threads
+        for turn in range(2):
+            folder = tmp_path / str(turn)
+            first, *others = [future.result(120) for future in [pool.submit(_digests, str(folder)) for _ in range(4)]]
+            assert others == [first] * 3
+            assert any(folder.iterdir()), "the compiler did not use the folder"

@@ -222,7 +222,7 @@ ML_DTYPES: dict[str, dict[str, str]] = {
     "e5m2fnuz": FNUZ_OVERFLOW,
 }
 
-# torch: (minor version, device) -> the rows that version adds to those of every version.
+# torch: what every version does, then (minor version, device) -> what that one adds. 2.13 saturates e4m3fn.
 TORCH: dict[str, dict[str, str]] = {
     "e4m3fn": {"negative-nan": SIGNED_NAN},
     "e4m3fnuz": FNUZ_OVERFLOW,
@@ -230,6 +230,8 @@ TORCH: dict[str, dict[str, str]] = {
     "e5m2fnuz": FNUZ_OVERFLOW,
 }
 TORCH_VERSIONS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
+    ("2.11", "cpu"): {"e4m3fn": {"overflow": SIGNED_NAN, "infinity": SIGNED_NAN}},
+    ("2.11", "cuda"): {"e4m3fn": {"overflow": SIGNED_NAN, "infinity": SIGNED_NAN}},
     ("2.13", "cpu"): {},
 }
 

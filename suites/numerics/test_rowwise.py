@@ -137,10 +137,12 @@ def test_contract_rows(fmt: str, dtype: str, mode: str, seed: int, quantize: Op)
     ],
 )
 def test_shapes(fmt: str, dtype: str, shape: str, seed: int, quantize: Op) -> None:
-    """Awkward sizes: one element, no rows, prime rows, odd columns, one past a block, longer than any block."""
+    """Awkward sizes: one element, no rows, prime rows, odd columns, one past a block, longer than any block.
+
+    In the default mode: how a scale is rounded has nothing to do with a size, and the contract rows see both.
+    """
     x = random_normal((SHAPES | WIDE_SHAPES | BIG_SHAPES)[shape], DTYPES[dtype], seed)
-    for pow2 in MODES.values():
-        assert_equals_reference(x, fmt, pow2, quantize(x, fmt, pow2))
+    assert_equals_reference(x, fmt, True, quantize(x, fmt))
 
 
 @pytest.mark.parametrize(("fmt", "dtype", "layout"), cases(*LAYOUTS))
@@ -148,8 +150,7 @@ def test_layouts(fmt: str, dtype: str, layout: str, seed: int, quantize: Op, dev
     """A view gives what its copy gives; infinities between and around its elements are not read, nothing is written."""
     x = random_normal((13, 129), DTYPES[dtype], seed)
     held = guarded(x, layout, device)
-    for pow2 in MODES.values():
-        assert_equals_reference(x, fmt, pow2, quantize(held.view, fmt, pow2))
+    assert_equals_reference(x, fmt, True, quantize(held.view, fmt))
     held.assert_untouched()
 
 
@@ -194,11 +195,11 @@ def test_pow2_ladder(fmt: str, quantize: Op) -> None:
 
 @pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"rowwise-{fmt}-fp32-random-amax") for fmt in FORMATS])
 def test_random_amax(fmt: str, seed: int, quantize: Op) -> None:
-    """1,000 amax over all binades: the kernel's scales have the reference's bits (pytorch/pytorch#136181)."""
+    """1,000 amax over all binades: the kernel's quotients have the reference's bits (pytorch/pytorch#136181)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(1, 0x7F800000, (1000, 1), generator=generator).to(torch.int32).view(torch.float32)
-    for pow2 in MODES.values():
-        assert_equals_reference(x, fmt, pow2, quantize(x, fmt, pow2), [f"amax {v!r}" for v in x[:, 0].tolist()])
+    names = [f"amax {v!r}" for v in x[:, 0].tolist()]
+    assert_equals_reference(x, fmt, False, quantize(x, fmt, False), names)
 
 
 @pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"rowwise-{fmt}-bf16-all-bf16") for fmt in FORMATS])
@@ -305,7 +306,8 @@ def test_format_by_any_name(given: str | torch.dtype | formats.Format, quantize:
     assert codes.dtype is formats.get(given).dtype
 
 
-@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"rowwise-{fmt}-opcheck") for fmt in FORMATS])
+# One format a dialect: the schema and the fake do not know the others apart.
+@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"rowwise-{fmt}-opcheck") for fmt in ("e4m3fn", "e4m3fnuz")])
 def test_opcheck(fmt: str, device: str) -> None:
     """The custom op passes torch's own checks; fake and real agree in shape, dtype, stride, for views and M = 0 too."""
     x = torch.randn((3, 17), device=device)

@@ -258,7 +258,11 @@ class Built:
             journal.write("start", id=test_id, time=3.0)
             if test["outcome"] == "running":
                 continue
-            call = {"outcome": test["outcome"], "message": test["message"], "detail": test["message"]}
+            call = {
+                "outcome": test["outcome"],
+                "message": test["message"],
+                "detail": test.get("detail", test["message"]),
+            }
             setup = call if test["outcome"] == "skipped" else {"outcome": "passed"}
             journal.write("phase", id=test_id, phase="setup", seconds=0.25, **setup)
             if test["outcome"] != "skipped":

@@ -50,6 +50,13 @@ def test_factor(runs: int, factor: int) -> None:
     assert bands.factor(runs) == factor
 
 
+def test_a_run_that_is_identical_is_not_counted() -> None:
+    """A nudge that rounding removed again gives run 0 once more: five of them are no five samples, K stays 10."""
+    assert bands.counted(loss_run(), loss_baseline_rows()) == 5
+    assert bands.counted(loss_run(), [loss_run(nudge) for nudge in range(6)]) == 0
+    assert bands.counted(loss_run(), [loss_run(variant="threads=2", wobble=1e-5)]) == 0
+
+
 def test_limit_is_k_times_the_largest_spread() -> None:
     """The widest nudged run is 5e-5 x step/100 away and K is 5: 2.5e-4 in window 51-100, in window 1 the floor."""
     reference, *spread = (Curve.of_run(run) for run in loss_baseline_rows())
@@ -230,3 +237,10 @@ def test_worst_is_not_max() -> None:
     assert max([1.0, math.nan]) == 1.0
     assert math.isnan(bands.worst([1.0, math.nan]))
     assert math.isnan(bands.worst([math.nan, 1.0]))
+
+
+def test_a_reference_of_zero_opens_no_band() -> None:
+    """A nudged run that is infinitely far from run 0, relatively, makes a limit that nothing passes."""
+    zero = bands.Curve(loss={1: 0.0}, grad_norm={1: 1.0})
+    other = bands.Curve(loss={1: 1.0}, grad_norm={1: 1.0})
+    assert math.isnan(bands.limits("loss", zero, [other], 1).windows[1, 1])

@@ -313,7 +313,7 @@ def test_record_a_manifest(checkout: Path, capsys: pytest.CaptureFixture[str]) -
     assert record(checkout, *arguments, "--out", str(checkout / "r2")) == 2
     assert path.read_text() == before
     assert "makes the gate more tolerant" in capsys.readouterr().err
-    assert record(checkout, *arguments, "--out", str(checkout / "r3"), "--loosen", "b is gone for good") == 0
+    assert record(checkout, *arguments, "--from", str(checkout / "r2/run-0"), "--loosen", "b is gone for good") == 0
     assert IDS[1] not in path.read_text()
     log = (checkout / "baselines/LOG.md").read_text()
     assert "Reason: b is gone for good" in log
@@ -407,3 +407,71 @@ def test_lint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     built.baseline(ids=["numerics/test_a::test_b"])
     assert cli.main(["baseline", "lint", "--root", str(tmp_path)]) == 1
     assert "is orphaned" in capsys.readouterr().out
+
+
+# Broken streams, files and environments ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("redirect", ["| true", ">&-", "> /dev/full", "2>&-", "2>&1 | true"])
+def test_a_stream_that_breaks_changes_no_verdict(redirect: str, tmp_path: Path) -> None:
+    """Nobody reads the summary; the exit code still says what it said."""
+    folder = good(tmp_path).test("numerics/test_a::test_a", "failed", "wrong").baseline().write()
+    line = f"set -o pipefail; sleep 0; {sys.executable} -m harness gate {folder} {redirect}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_progress_that_nobody_reads_stops_no_test(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """stderr breaks in mid-run: the tests run on, and the verdict is theirs."""
+
+    class Broken:
+        def update(self) -> None:
+            raise BrokenPipeError
+
+        close = update
+
+    monkeypatch.setattr("harness.progress.choose", lambda *_: Broken())
+    assert run(checkout) == 0
+    assert set(cases(checkout).values()) == {""}
+
+
+def test_assertions_hold_under_pythonoptimize(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTHONOPTIMIZE strips assertions from what tests call; a run takes it away."""
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    (checkout / "comparing.py").write_text("def equal(a, b):\n    assert a == b\n")
+    text = PASSING.replace("pass", "__import__('comparing').equal(1, 2)")
+    (checkout / "suites/numerics/test_tiny.py").write_text(text)
+    assert run(checkout) == 1
+
+
+def test_setup_only_is_no_run(checkout: Path) -> None:
+    """pytest calls it `passed`; nothing was called."""
+    assert run(checkout, "--", "--setup-only") == 3
+
+
+def test_options_of_the_plugin_are_ours(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`-- --fp8-case x` would narrow the run without run.json saying so."""
+    assert run(checkout, "--", "--fp8-case", "tiny-a") == 2
+    assert "--fp8-case is set by `fp8ci run` itself" in capsys.readouterr().err
+
+
+def test_the_environment_overrides_in(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a container FP8CI_IN decides, whatever the command line was made for."""
+    monkeypatch.setenv("FP8CI_IN", "podman")
+    assert run(checkout, "--in", "local") == 2
+
+
+def test_a_malformed_baseline_costs_no_run(checkout: Path) -> None:
+    """It is read before the first test."""
+    (checkout / "baselines/cpu/loss.json").write_text("{")
+    assert run(checkout) == 2
+    assert not (checkout / "out").exists()
+
+
+def test_a_path_that_no_file_system_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, no traceback."""
+    assert cli.main(["gate", "x" * 300]) == 4
+    assert "too long" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from suites.unit.built_evidence import (
     CONFIG,
     LOSS_TEST,
     NUMERICS_TEST,
+    RUN_ID,
     Built,
     codegen_row,
     facts,
@@ -204,7 +205,7 @@ def test_deleted_baseline(remove: Callable[[Built], None], tmp_path: Path) -> No
 def test_uncalibrated_platform(tmp_path: Path) -> None:
     """On a platform that declares no baselines the rows are UNCALIBRATED: exit 0, skipped in JUnit, not a pass."""
     built = Built(tmp_path, ("codegen", "loss")).loss().isa()
-    built.run["platform"] = "mi300x"
+    built.run["platform"] = built.run["capabilities"]["platform"] = "mi300x"
     judgement = gate.judge(built.write())
     assert judgement.exit_code == 0
     assert judgement.counts == {"UNCALIBRATED": 2}
@@ -263,10 +264,6 @@ def test_measured_nothing(tmp_path: Path) -> None:
     """A test that passes and stops writing its evidence is a gate gone blind: MISSING for the recorded row."""
     for test_id, what in ((LOSS_TEST, "loss curve"), (CODEGEN_TEST, "machine code")):
         built = good(tmp_path / what.split()[0])
-        if test_id == CODEGEN_TEST:
-            # Another kernel still reports, so the Triton version of this run is known.
-            other = CODEGEN_TEST.replace("k7168", "k2048")
-            built.isa(isa_file(case=other.partition("[")[2][:-1]), other)
         built.test(test_id)
         judgement = gate.judge(built.write())
         (blind,) = [result for result in judgement.results if "was not measured" in result.message]
@@ -276,9 +273,9 @@ def test_measured_nothing(tmp_path: Path) -> None:
 
 def test_nothing_was_judged(tmp_path: Path) -> None:
     """An empty run is exit 3: no results are no success."""
-    built = Built(tmp_path, ())
-    built.suites = ()
-    assert gate.judge(built.baseline(ids=[]).write()).exit_code == 3
+    with pytest.raises(UnreadableError) as raised:
+        gate.judge(Built(tmp_path, ()).baseline(ids=[]).write())
+    assert raised.value.exit_code == 3
 
 
 # Deaths and contradictions -----------------------------------------------------------------------------------------
@@ -433,6 +430,15 @@ def test_flaky(tmp_path: Path) -> None:
     assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.FLAKY, 1)
 
 
+def test_a_message_that_ends_in_a_colon(tmp_path: Path) -> None:
+    """A first line that only announces is completed by the next one: the summary has one line to tell what is wrong."""
+    detail = "E   AssertionError: a.s breaks a rule of machine code:\nE     widest_store_bytes is 8\nE     line 614"
+    built = good(tmp_path).test(NUMERICS_TEST, "failed", "a.s breaks a rule of machine code:")
+    built.tests[NUMERICS_TEST]["detail"] = detail
+    result = of(gate.judge(built.write()), NUMERICS_TEST)
+    assert result.message == "a.s breaks a rule of machine code: widest_store_bytes is 8"
+
+
 def test_out_of_memory(tmp_path: Path) -> None:
     """torch.OutOfMemoryError is OOM, exit 1: the test asked for too much, the host is well."""
     built = good(tmp_path).test(NUMERICS_TEST, "failed", "torch.OutOfMemoryError: CUDA out of memory")
@@ -547,3 +553,133 @@ def test_row_of_another_kernel(tmp_path: Path) -> None:
     result = of(gate.judge(built.write()), CODEGEN_TEST)
     assert result.verdict is Verdict.STALE_BASELINE
     assert "kernel: '_quantize_rowwise_kernel' -> 'another'" in result.message
+
+
+# Green by accident -------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_that_lists_nothing_of_a_suite(tmp_path: Path) -> None:
+    """An emptied manifest requires nothing: NO_BASELINE for each suite that must run here, not a pass."""
+    judgement = gate.judge(good(tmp_path).baseline(ids=[]).write())
+    assert (judgement.exit_code, judgement.counts["NO_BASELINE"]) == (5, 3)
+    judgement = gate.judge(good(tmp_path).baseline(ids=[NUMERICS_TEST, CODEGEN_TEST]).write())
+    assert verdict(judgement, "loss/suite::manifest") is Verdict.NO_BASELINE
+
+
+def test_every_test_was_skipped(tmp_path: Path) -> None:
+    """On a platform without a manifest too, a suite of which nothing ran is MISSING; under --case, a run."""
+    built = Built(tmp_path, ("numerics",)).test(NUMERICS_TEST, "skipped", "requires 4 gpus; this is mi300x with 1")
+    built.run["platform"] = built.run["capabilities"]["platform"] = "mi300x"
+    for case in (None, "formats*"):
+        built.run["case"] = case
+        judgement = gate.judge(built.write())
+        assert (verdict(judgement, "numerics/suite::skipped"), judgement.exit_code) == (Verdict.MISSING, 3)
+    assert gate.judge(built.test(OTHER_TEST).write()).exit_code == 0
+
+
+def test_a_module_that_skips_itself_is_listed(tmp_path: Path) -> None:
+    """Its ids are unknown, so the manifest alone may not be what notices."""
+    built = good(tmp_path)
+    skip = {"suite": "numerics", "path": "suites/numerics/test_x.py", "message": "no scipy"}
+    built.extra_events.append(("collect-skip", skip))
+    assert verdict(gate.judge(built.write()), "numerics/test_x::collection") is Verdict.SKIP
+
+
+def test_a_worker_that_died_beside_its_tests(tmp_path: Path) -> None:
+    """After the last report of its test, or between tests: red, though every outcome in the journal is a pass."""
+    for test_id, told in ((NUMERICS_TEST, NUMERICS_TEST), ("", "numerics/suite::worker-gw0")):
+        built = good(tmp_path / (test_id or "none").replace("/", "-"))
+        crash = {"id": test_id, "worker": "gw0", "signal": "SIGKILL", "message": "gone", "suite": "numerics"}
+        built.extra_events.append(("worker-crash", crash))
+        judgement = gate.judge(built.write())
+        assert (verdict(judgement, told), judgement.exit_code) == (Verdict.KILLED, 3)
+
+
+@pytest.mark.parametrize("rc", [4, 5, 7], ids=["gate-usage", "gate-nothing-ran", "gate-unknown"])
+def test_an_exit_code_that_both_tell_and_no_pass_has(rc: int, tmp_path: Path) -> None:
+    """Process and session agree on a code that a run of passed tests cannot end with."""
+    judgement = gate.judge(good(tmp_path).process("numerics", rc=rc).write())
+    assert judgement.exit_code == (2 if rc == 4 else 3)
+
+
+def test_a_suite_folder_that_is_gone_is_no_usage_error(tmp_path: Path) -> None:
+    """pytest calls it a wrong argument; the argument is ours and the folder is missing: exit 3."""
+    built = good(tmp_path).process("numerics", rc=4)
+    del built.tests[NUMERICS_TEST]
+    folder = built.write()
+    built.file("logs/numerics.log", "ERROR: file or directory not found: suites/numerics\n")
+    judgement = gate.judge(folder)
+    assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.MISSING, 3)
+
+
+def test_a_conftest_that_raises(tmp_path: Path) -> None:
+    """pytest's exit code is that of a wrong argument; the findings name the file and the error."""
+    built = good(tmp_path).process("numerics", rc=4)
+    del built.tests[NUMERICS_TEST]
+    built.write()
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines(keepends=True)
+    dropped = ('"event": "session', '"event": "collected')
+    kept = [line for line in lines if '"suite": "numerics"' not in line or not any(word in line for word in dropped)]
+    (tmp_path / "journal.jsonl").write_text("".join(kept))
+    log = "ImportError while loading conftest '/x/conftest.py'.\nconftest.py:1: in <module>\nE   No module named 'y'\n"
+    built.file("logs/numerics.log", log)
+    judgement = gate.judge(tmp_path)
+    assert verdict(judgement, "numerics/suite::process") is Verdict.FAIL
+    assert of(judgement, NUMERICS_TEST).message.endswith("'/x/conftest.py': No module named 'y'")
+    assert judgement.exit_code == 3
+
+
+def test_a_waiver_hides_no_missing_evidence(tmp_path: Path) -> None:
+    """A waived test that was deleted, or killed from outside, is as red as any other."""
+    built = good(tmp_path / "deleted").baseline(ids=[NUMERICS_TEST, OTHER_TEST, CODEGEN_TEST, LOSS_TEST])
+    judgement = gate.judge(built.waiver(waiver(test_id=OTHER_TEST)).write())
+    assert (verdict(judgement, OTHER_TEST), judgement.exit_code) == (Verdict.MISSING, 3)
+    built = good(tmp_path / "killed").test(NUMERICS_TEST, "running").process("numerics", rc=None, signal="SIGKILL")
+    judgement = gate.judge(built.waiver(waiver()).write())
+    assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.KILLED, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("schema", 2), ("suites", []), ("suites", [1]), ("case", 5), ("policy", "MAIN"), ("policy", None)],
+)
+def test_run_json_says_something_else(key: str, value: object, tmp_path: Path) -> None:
+    """One line and exit 3; never a default in its place."""
+    built = good(tmp_path)
+    built.run[key] = value
+    with pytest.raises(UnreadableError, match=key):
+        gate.judge(built.write())
+
+
+def test_another_platform_in_run_json(tmp_path: Path) -> None:
+    """Evidence of one machine under another platform's name would be judged by that platform's manifest, or by none."""
+    built = good(tmp_path)
+    built.run["platform"] = "mi300x"
+    judgement = gate.judge(built.write())
+    assert (verdict(judgement, "numerics/suite::platform"), judgement.exit_code) == (Verdict.DISAGREE, 3)
+
+
+def test_junit_of_another_run(tmp_path: Path) -> None:
+    """A junit.xml that is cut, or names another run than the journal, is a finding."""
+    folder = good(tmp_path).file("junit.xml", "<testsuites>").write()
+    assert verdict(gate.judge(folder), "numerics/suite::junit") is Verdict.UNREADABLE
+    stale = (
+        '<testsuites><testsuite><properties><property name="run_id" value="{}"/></properties></testsuite></testsuites>'
+    )
+    (folder / "junit.xml").write_text(stale.format("0ld"))
+    assert verdict(gate.judge(folder), "numerics/suite::junit") is Verdict.DISAGREE
+    (folder / "junit.xml").write_text(stale.format(RUN_ID))
+    assert gate.judge(folder).exit_code == 0
+
+
+def test_stopped_after_a_deadline(tmp_path: Path) -> None:
+    """A suite that we stopped at its deadline does not hide that the run was stopped afterwards."""
+    built = good(tmp_path).process("numerics", rc=None, signal="SIGTERM", killed_by="deadline")
+    built.run["interrupted"] = True
+    assert gate.judge(built.write()).exit_code == 130
+
+
+def test_a_file_name_with_a_null_byte(tmp_path: Path) -> None:
+    """It is unreadable, not a traceback."""
+    built = good(tmp_path).test(LOSS_TEST, loss_file="losses/\0")
+    assert verdict(gate.judge(built.write()), LOSS_TEST) is Verdict.UNREADABLE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import DiskError, MissingError
+from harness.errors import DiskError, MissingError, UnreadableError
 from harness.journal import Journal, JournalTail, JournalWriter, plain_value, shorten
 
 A = "numerics/test_a::test_a"
@@ -104,14 +104,14 @@ def test_processes_sessions_and_crashes(tmp_path: Path) -> None:
 def test_a_cut_last_line(keep: int, tmp_path: Path) -> None:
     """Everything before the cut is read, and the cut is reported; appending afterwards loses nothing more."""
     path = tmp_path / "j"
-    written(path, start(A), phase(A, "teardown"), start(B))
+    written(path, start(A), phase(A, "call"), phase(A, "teardown"), start(B))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:-1][:keep])
     told = Journal.read(path)
     assert told.tests[A].state == "passed"
     assert B not in told.tests
     assert len(told.damage) == 1
-    assert "line 3 is cut" in told.damage[0]
+    assert "line 4 is cut" in told.damage[0]
     again = written(path, {"event": "process-start", "suite": "numerics", "attempt": 1, "argv": []})
     assert len(again.processes) == 1
     assert again.tests[A].state == "passed"
@@ -125,7 +125,7 @@ def test_a_cut_last_line(keep: int, tmp_path: Path) -> None:
 def test_what_is_no_event_is_damage(line: bytes, tmp_path: Path) -> None:
     """It is reported and passed over, whatever it is."""
     path = tmp_path / "j"
-    written(path, start(A), phase(A, "teardown"))
+    written(path, start(A), phase(A, "call"), phase(A, "teardown"))
     path.write_bytes(line + path.read_bytes())
     told = Journal.read(path)
     assert told.tests[A].state == "passed"
@@ -250,3 +250,55 @@ def test_shorten() -> None:
     assert text.startswith("a" * 50 + "\n[... 800 characters left out ...]\n")
     assert text.endswith("b" * 150)
     assert shorten("short") == "short"
+
+
+def test_a_call_that_did_not_run_passed_nothing(tmp_path: Path) -> None:
+    """`--setup-only` reports set-up and teardown as passed; the test itself never ran."""
+    told = written(tmp_path / "j", start(A), phase(A, "setup"), phase(A, "teardown"))
+    assert told.tests[A].state == "not-run"
+
+
+def test_an_attempt_that_a_plugin_repeats_is_kept(tmp_path: Path) -> None:
+    """pytest-rerunfailures reports `rerun` and starts again without saying so; the failure stays visible."""
+    told = written(
+        tmp_path / "j",
+        *[start(A), phase(A, "setup"), phase(A, "call", "rerun"), phase(A, "teardown")],
+        *[phase(A, "setup"), phase(A, "call"), phase(A, "teardown")],
+    )
+    assert (told.tests[A].state, told.tests[A].earlier) == ("passed", ["failed"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(
+            b'{"event": "phase", "id": "a/b::c", "phase": "call", "outcome": "green", "seconds": 1}', id="outcome"
+        ),
+        pytest.param(
+            b'{"event": "phase", "id": "a/b::c", "phase": "call", "outcome": "passed", "seconds": NaN}', id="nan"
+        ),
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
+)
+def test_values_that_mean_nothing_are_damage(line: bytes, tmp_path: Path) -> None:
+    """An outcome that is none, a time that is none, and brackets that exhaust the parser."""
+    path = tmp_path / "j"
+    path.write_bytes(line + b"\n")
+    told = Journal.read(path)
+    assert len(told.damage) == 1
+    assert told.tests == {}
+
+
+def test_a_process_end_with_other_types(tmp_path: Path) -> None:
+    """An exit code that is no number leaves the process without an end; a signal may be a number."""
+    begun = {"event": "process-start", "suite": "loss", "attempt": 1, "argv": []}
+    end = {"event": "process-end", "suite": "loss", "attempt": 1, "killed_by": None, "seconds": 1}
+    told = written(tmp_path / "j", begun, {**end, "rc": "zero", "signal": None})
+    assert not told.processes[0].ended
+    assert written(tmp_path / "k", begun, {**end, "rc": None, "signal": 9}).processes[0].signal == "9"
+
+
+def test_a_journal_that_is_a_folder(tmp_path: Path) -> None:
+    """One line, no traceback."""
+    with pytest.raises(UnreadableError, match="cannot be read"):
+        Journal.read(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -176,3 +177,11 @@ def test_killed_run_has_a_report(tmp_path: Path) -> None:
     assert found["two"].startswith("KILLED: the test process was killed from outside by SIGKILL")
     assert found["three"].startswith("MISSING: not run: the test process was killed")
     assert found["four"].startswith("MISSING: not run: ")
+
+
+def test_many_cases(tmp_path: Path) -> None:
+    """Writing is linear: 5,000 cases take seconds (junitparser's add_testcase alone would take a minute)."""
+    results = [Result(f"numerics/test_a::test_b[{i:05}]", "numerics", Verdict.PASS) for i in range(5000)]
+    started = time.monotonic()
+    write(judged(*results), tmp_path)
+    assert time.monotonic() - started < 10

@@ -59,7 +59,7 @@ def test_one_suite_takes_every_core(tmp_path: Path) -> None:
     ((short,),) = jobs(root, ("numerics",), case="rowwise-7")
     assert (short.workers, short.threads, "-n" in short.argv) == (1, 2, False)
     ((loss,),) = jobs(root, ("loss",))
-    assert (loss.workers, loss.threads, "-n" in loss.argv) == (1, 2, False)
+    assert (loss.workers, loss.threads) == (2, 1)
 
 
 def test_no_manifest_yet(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "PYTHONHASHSEED": "0",
         "PYTEST_ADDOPTS": "-x",
         "OMP_NUM_THREADS": "64",
-        "TRITON_DEFAULT_FP_FUSION": "0",
+        "TRITON_DEFAULT_FP_FUSION": "1",
     }.items():
         monkeypatch.setenv(name, value)
     root = tiny_checkout.make(tmp_path, {}, MANY)
@@ -86,12 +86,14 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert "TRITON_INTERPRET" not in by_suite[suite].environment
     for job in by_suite.values():
         assert job.environment["OMP_NUM_THREADS"] == "1"
-        assert job.environment["TRITON_DEFAULT_FP_FUSION"] == "1"
+        assert job.environment["TRITON_DEFAULT_FP_FUSION"] == "0"
         assert job.environment["CUDA_VISIBLE_DEVICES"] == "-1"
         assert job.environment["A"] == "b"
         assert not {"PYTHONHASHSEED", "PYTEST_ADDOPTS"} & job.environment.keys()
     (((alone,),)) = jobs(root, ("numerics",), environment={"OMP_NUM_THREADS": "7"})
-    assert alone.environment["OMP_NUM_THREADS"] == "7"
+    assert (alone.environment["OMP_NUM_THREADS"], alone.workers) == ("7", 1)
+    (((shared,),)) = jobs(root, ("numerics",), environment={"OMP_NUM_THREADS": "2"}, cores=8)
+    assert (shared.environment["OMP_NUM_THREADS"], shared.workers) == ("2", 4)
 
 
 def test_the_callers_workers_win(tmp_path: Path) -> None:

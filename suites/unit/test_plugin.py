@@ -287,15 +287,18 @@ def test_a_cache_folder_a_worker(tmp_path: Path) -> None:
         tmp_path,
         """
         import os
-        AT_IMPORT = os.environ["TRITON_CACHE_DIR"]
-        def test_first(record_property): record_property("cache", AT_IMPORT)
+        AT_IMPORT = dict(os.environ)
+        def test_first(record_property):
+            record_property("triton", AT_IMPORT["TRITON_CACHE_DIR"])
+            record_property("inductor", AT_IMPORT["TORCHINDUCTOR_CACHE_DIR"])
         """,
     )
-    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    folders = {"triton": tmp_path / "t", "inductor": tmp_path / "i"}
+    cache = {"TRITON_CACHE_DIR": str(folders["triton"]), "TORCHINDUCTOR_CACHE_DIR": str(folders["inductor"])}
     run_pytest(root, environment=cache)
-    assert read(root).tests[PREFIX + "test_first"].properties == {"cache": str(tmp_path / "cache")}
+    assert read(root).tests[PREFIX + "test_first"].properties == {k: str(path) for k, path in folders.items()}
     run_pytest(root, "-n1", environment=cache)
-    assert read(root).tests[PREFIX + "test_first"].properties == {"cache": str(tmp_path / "cache" / "gw0")}
+    assert read(root).tests[PREFIX + "test_first"].properties == {k: str(path / "gw0") for k, path in folders.items()}
 
 
 UNRELATED = """

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from harness import platforms, progress, run
-from harness.errors import InfraError, InterruptedRun, UsageError
+from harness.errors import DiskError, InfraError, InterruptedRun, UsageError
 from harness.executor import Command, Ended
 from harness.journal import FILE_NAME, Journal, JournalTail
 from suites.unit import tiny_checkout
@@ -71,8 +71,29 @@ def checkout(folder: Path, end: str = "pass") -> Path:
     return tiny_checkout.make(folder, {"numerics/test_a": THREE.format(end=end)})
 
 
-def test_a_run_leaves_its_evidence(tmp_path: Path) -> None:
+def test_triton_cache_is_kept_and_never_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next run finds what this one compiled; a run beside it, and one without a home, get a folder of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with run.triton_cache() as first:
+        (Path(first) / "compiled").touch()
+        with run.triton_cache() as beside:
+            assert beside != first
+            assert list(Path(beside).iterdir()) == []
+        assert not Path(beside).exists()
+    with run.triton_cache() as second:
+        assert second == first
+        assert (Path(second) / "compiled").exists()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with run.triton_cache() as elsewhere:
+        assert elsewhere != first
+
+
+def test_a_run_leaves_its_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """run.json, journal, log and what to judge with; two suites side by side in one journal."""
+    for inherited in ("GITHUB_SHA", *platforms.NEVER_SET):  # of whoever runs this test: tox sets a hash seed
+        monkeypatch.delenv(inherited, raising=False)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
     root = checkout(tmp_path)
     tiny_checkout.make(tmp_path, {"codegen/test_c": "def test_c(): pass\n"}, ["numerics/test_a::test_first"])
     (root / "baselines" / "gfx942").mkdir()
@@ -94,6 +115,7 @@ def test_a_run_leaves_its_evidence(tmp_path: Path) -> None:
     assert described["policy"] == "main"
     assert described["versions"]["torch"] == "2.13.0+cpu"
     assert described["commit"] is None  # no git here
+    assert described["ignored_environment"] == ["PYTEST_ADDOPTS"]
     assert described["finished"] >= described["started"]
     assert {job["lane"] for job in described["jobs"]} == {0, 1}
     copies = {str(path.relative_to(out / "judged-with")) for path in (out / "judged-with").rglob("*") if path.is_file()}
@@ -129,7 +151,7 @@ def test_a_test_process_that_dies(end: str, rc: int | None, by_signal: str | Non
 def test_a_deadline(end: str, tmp_path: Path) -> None:
     """A test that never ends is ended, and the journal says by whom."""
     began = time.monotonic()
-    _, told = read(run.execute(request(checkout(tmp_path, end), deadline=1.5)))
+    _, told = read(run.execute(request(checkout(tmp_path, end), deadline=2.5)))
     assert time.monotonic() - began < 12
     assert states(told)["test_first"] == "passed"
     assert states(told)["test_second"] == "running"
@@ -264,6 +286,14 @@ def test_no_case_matches(tmp_path: Path) -> None:
     assert states(read(run.execute(request(checkout(tmp_path), case="fir*")))[1]) == {"test_first": "passed"}
 
 
+def test_a_case_that_vanished_is_no_usage_error(tmp_path: Path) -> None:
+    """The manifest knows tests of this case, none is collected: the run ends with evidence, for the gate to judge."""
+    root = tiny_checkout.make(tmp_path, {"numerics/test_a": "def test_b(): pass\n"}, ["numerics/test_c::test_gone"])
+    described, told = read(run.execute(request(root, case="gone")))
+    assert described["case"] == "gone"
+    assert told.collected == {"numerics": []}
+
+
 def test_stale_evidence_goes_and_strange_files_stay(tmp_path: Path) -> None:
     """An older run's results are removed before anything can fail; what is no evidence is not overwritten."""
     out = tmp_path / "out"
@@ -321,3 +351,24 @@ def test_plain_progress(tmp_path: Path) -> None:
         "[2/2] crashed    0.00 s  numerics/test_a::test_b: SIGSEGV",
         "numerics ended: exit 1, 1.0 s",
     ]
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    """The second is refused before it removes anything; the first goes on to its end."""
+    root = checkout(tmp_path, "time.sleep(2)")
+    process = driven(root)
+    with pytest.raises(UsageError, match="another run writes to"):
+        run.execute(request(root))
+    assert process.communicate(timeout=20)[0].startswith("done")
+    assert set(states(read(root / "out")[1]).values()) == {"passed"}
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    """The lane's error is the run's, not a traceback of its thread."""
+
+    class Full:
+        def run(self, command: Command, **_: object) -> Ended:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(DiskError, match="No space left"):
+        run.execute(request(checkout(tmp_path)), Full())

@@ -143,6 +143,18 @@ def test_many_findings_end_in_a_pointer() -> None:
     assert "- ... and 25 more, all in junit.xml" in text
 
 
+def test_tests_that_never_ran_are_one_line(tmp_path: Path) -> None:
+    """After a kill the running test stands first, then one line for all that never started, then other findings."""
+    built = good(tmp_path).test("numerics/test_a::test_b[running]", "running")
+    for number in range(30):
+        built.test(f"numerics/test_a::test_b[rest-{number:02}]", "not-run")
+    built.process("numerics", rc=None, signal="SIGKILL").loss(loss_file(0.01))
+    rows = [line for line in render(built.baseline()).splitlines() if line.startswith("- ")]
+    assert [row.split(":")[0] for row in rows] == ["- KILLED", "- MISSING", "- REGRESSION"]
+    assert rows[1].startswith("- MISSING: 30 tests of numerics - not run: the test process was killed from outside")
+    assert "(first test_a::test_b[rest-00])" in rows[1]
+
+
 def test_pipes_and_backticks_do_not_break_tables() -> None:
     """A cell with a pipe or a backtick stays one cell."""
     lines = summary.table(("a", "b"), [("x | y", "`z`")])
@@ -156,3 +168,10 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     text = summary.render(Judgement((result,), 1, {"FAIL": 1}), {})
     assert "\x1b" not in text
     assert "#x1B[31mred#x1B[0m second" in text.splitlines()[0]
+
+
+def test_what_nobody_judged_is_no_pass() -> None:
+    """A run of which every row is uncalibrated exits 0 and says UNCALIBRATED, not PASS."""
+    result = Result("loss/test_a::test_a", "loss", Verdict.UNCALIBRATED, "no baseline")
+    line = summary.headline(Judgement((result,), 0, {"UNCALIBRATED": 1}))
+    assert line.startswith("UNCALIBRATED exit 0: ")

@@ -1,0 +1,298 @@
+"""FP8 linear layers: all three products against a float64 oracle, and against high precision.
+
+The oracle quantises the operands with the reference (scaling.py) along the dimension that each product contracts,
+dequantises them and multiplies in float64. What is left between it and the layer is the accumulation and one rounding
+of the result, so a scale along the wrong dimension, a swapped operand or a forgotten inverse scale is orders of
+magnitude outside the bound, element by element and column by column. Against high precision the measure is SQNR.
+
+On a GPU the layer's own kernels and backend run; the other dialect's format runs there through the arch override, as
+backend `simulated`. Not here: conversion, filters, state dicts (unit/test_linear.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fp8stack import formats
+from fp8stack.device import OVERRIDE, detect
+from fp8stack.kernels import launch
+from fp8stack.linear import RECIPES, Cast, Float8Linear, Gemm, convert_to_float8
+from fp8stack.scaling import quantize_reference
+from suites.compare import assert_bits_equal, assert_sqnr, values
+
+Record = Callable[[str, object], None]
+
+# The arch whose formats are wanted, where the device's own are others.
+ARCH_OF = {"e4m3fn": "gfx950", "e4m3fnuz": "gfx942"}
+
+# Accumulation error allowed, relative to sum |a| |b|: float32 sums of a few hundred terms on a CPU; on a GPU the FP8
+# matrix units of sm_90 keep about 14 bits between promotions.
+ACCUMULATION = {"reference": 2.0**-18, "simulated": 2.0**-18, "torch": 2.0**-11}
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+
+# dB against high precision, worst of 20 seeds minus 1 (never below 27 for a pair of e4m3 operands).
+SQNR_DB = {"e4m3 e4m3": 27.3, "e5m2 e4m3": 23.4, "high precision": 54.5}
+
+# M is no multiple of 16: the weight gradient contracts over it and must not lose the tail.
+M, N, K = 200, 96, 160
+
+
+@pytest.fixture
+def dialect(
+    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> str:
+    """The e4m3 format of the case, made the arch's own by override where it is not."""
+    wanted = str(request.getfixturevalue("fmt"))
+    if detect(device).arch.e4m3 != wanted:
+        monkeypatch.setenv(OVERRIDE, ARCH_OF[wanted])
+    found = detect(device)
+    assert found.arch.e4m3 == wanted
+    record_property("arch", found.arch.name)
+    return wanted
+
+
+def cases(*suffixes: str, recipes: tuple[str, ...] = tuple(RECIPES)) -> pytest.MarkDecorator:
+    """Every recipe in both dialects; one id a case."""
+    return pytest.mark.parametrize(
+        ("recipe", "fmt", "suffix"),
+        [
+            pytest.param(recipe, fmt, suffix, id=f"linear-{recipe}-{fmt}-{suffix}")
+            for recipe in recipes
+            for fmt in ARCH_OF
+            for suffix in suffixes
+        ],
+    )
+
+
+def layer(recipe: str, device: str, seed: int, n: int = N, k: int = K, bias: bool = True) -> Float8Linear:
+    """A converted linear with seeded normal fp32 weights on `device`."""
+    generator = torch.Generator().manual_seed(seed)
+    linear = nn.Linear(k, n, bias=bias)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * k**-0.5)
+    model = nn.Sequential(linear).to(device)
+    convert_to_float8(model, recipe)
+    assert isinstance(model[0], Float8Linear)
+    return model[0]
+
+
+def normal(shape: tuple[int, ...], device: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Seeded normal values, drawn on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def dequantised(x: torch.Tensor, cast: Cast, fp8: Float8Linear, contraction: int) -> torch.Tensor:
+    """float64 values of x after the cast, one scale along `contraction` or one in all; from the reference."""
+    plan = fp8.plan
+    fmt, dim = plan.format_of(cast), contraction if cast.granularity == "row" else None
+    codes, inverse = quantize_reference(x.detach().cpu().contiguous(), fmt, dim=dim, pow2=plan.recipe.pow2)
+    factor = inverse if dim is None else inverse.unsqueeze(dim)
+    return formats.decode(codes, fmt).double() * factor.double()
+
+
+def oracle(
+    left: torch.Tensor, left_dim: int, right: torch.Tensor, right_dim: int, gemm: Gemm | None, fp8: Float8Linear
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of two tensors over their contraction dimensions in float64, and the same of absolute values."""
+    if gemm is None:
+        a, b = left.detach().cpu().double(), right.detach().cpu().double()
+    else:
+        a, b = dequantised(left, gemm.left, fp8, left_dim), dequantised(right, gemm.right, fp8, right_dim)
+    a, b = (a if left_dim == 1 else a.t()), (b if right_dim == 0 else b.t())
+    return a @ b, a.abs() @ b.abs()
+
+
+def assert_product(
+    expected: torch.Tensor,
+    magnitude: torch.Tensor,
+    actual: torch.Tensor,
+    backend: str,
+    what: str,
+    record: Record,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    """Every element within the accumulation bound and one rounding; the worst element's share of it goes on record.
+
+    `rounded`: what is rounded, where that is not the expected value itself.
+    """
+    __tracebackhide__ = True
+    half = HALF_ULP[actual.dtype if backend != "torch" else torch.bfloat16]
+    allowed = (
+        (expected if rounded is None else rounded).abs() * (half * (1 + 2.0**-8))
+        + magnitude * ACCUMULATION[backend]
+        + 1e-38
+    )
+    share = (values(actual) - expected).abs() / allowed
+    worst = float(share.max())
+    record(f"{what}_error_share_of_bound", worst)
+    assert worst <= 1.0, (  # a NaN is not
+        f"{what}: {int((~(share <= 1.0)).sum())} of {share.numel()} elements leave the bound, worst {worst:.3g} times, "
+        f"in column {int(share.max(dim=0).values.argmax())}; expected accumulation error and one rounding only"
+    )
+
+
+@cases("bf16", "fp32")
+def test_products(
+    recipe: str, fmt: str, suffix: str, dialect: str, device: str, seed: int, record_property: Record
+) -> None:
+    """Output, input gradient, weight gradient and bias gradient are the products that the recipe names."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[suffix]
+    fp8 = layer(recipe, device, seed)
+    x = normal((M, K), device, seed + 1, dtype).requires_grad_()
+    grad = normal((M, N), device, seed + 2, dtype)
+    with launch.recording() as ran:
+        y = fp8(x)
+        y.backward(grad)
+    backend = ran["scaled_mm"]
+    record_property("backend", backend)
+    if device == "cuda":
+        native = detect(device).target.native_fp8_matmul and fmt == detect(device).target.e4m3
+        assert backend == ("torch" if native else "simulated"), f"scaled_mm ran on {backend}"
+        assert ran.get("quantize_rowwise", "triton") == "triton"
+
+    table, weight = fp8.plan.recipe, fp8.weight.detach().to(dtype)
+    product, size = oracle(x, 1, weight, 1, table.output, fp8)
+    bias = fp8.bias.detach().cpu().to(dtype).double()
+    # torch's backend rounds a float32 layer's product before its bias.
+    rounded = product.abs() + bias.abs() if backend == "torch" else None
+    assert_product(product + bias, size + bias.abs(), y, backend, "output", record_property, rounded)
+    expected = oracle(grad, 1, weight, 0, table.grad_input, fp8)
+    assert_product(*expected, x.grad, backend, "grad_input", record_property)
+
+    # The gradient of the fp32 master weight is the product rounded to the activations' dtype.
+    expected = oracle(grad, 0, x, 0, table.grad_weight, fp8)
+    assert_product(*expected, fp8.weight.grad.to(dtype), backend, "grad_weight", record_property)
+    assert fp8.weight.grad.dtype == torch.float32
+    column = grad.detach().cpu().double()
+    assert_product(
+        column.sum(0, keepdim=True),
+        column.abs().sum(0, keepdim=True),
+        fp8.bias.grad.to(dtype)[None],
+        "reference",
+        "grad_bias",
+        record_property,
+    )
+
+
+def _pair(gemm: Gemm | None) -> str:
+    return "high precision" if gemm is None else f"{gemm.left.kind} {gemm.right.kind}"
+
+
+@cases("bf16")
+def test_sqnr(
+    recipe: str, fmt: str, suffix: str, dialect: str, device: str, seed: int, record_property: Record
+) -> None:
+    """Against float64 without quantisation every product keeps the SQNR of its pair of formats."""
+    fp8 = layer(recipe, device, seed, bias=False)
+    x = normal((M, K), device, seed + 1).requires_grad_()
+    grad = normal((M, N), device, seed + 2)
+    y = fp8(x)
+    y.backward(grad)
+    x64, w64, g64 = values(x), values(fp8.weight.detach().bfloat16()), values(grad)
+    table = fp8.plan.recipe
+    for what, gemm, expected, actual in (
+        ("output", table.output, x64 @ w64.t(), y),
+        ("grad_input", table.grad_input, g64 @ w64, x.grad),
+        ("grad_weight", table.grad_weight, g64.t() @ x64, fp8.weight.grad),
+    ):
+        record_property(f"{what}_sqnr_db", assert_sqnr(expected, actual, SQNR_DB[_pair(gemm)], what))
+
+
+@cases("zeros")
+def test_zeros(recipe: str, fmt: str, suffix: str, dialect: str, device: str, seed: int) -> None:
+    """Zero rows and a zero-initialised weight need no knob: finite, and exactly zero where they must be (ao#3356)."""
+    fp8 = layer(recipe, device, seed, bias=False)
+    x = normal((64, K), device, seed + 1)
+    x[48:] = 0.0
+    x.requires_grad_()
+    y = fp8(x)
+    y.sum().backward()
+    assert int(torch.count_nonzero(y[48:])) == 0
+    assert bool(torch.isfinite(y).all())
+    assert bool(torch.isfinite(x.grad).all())
+    assert bool(torch.isfinite(fp8.weight.grad).all())
+
+    with torch.no_grad():
+        fp8.weight.zero_()
+    fp8.weight.grad = x.grad = None
+    y = fp8(x)
+    y.backward(normal((64, N), device, seed + 2))
+    assert int(torch.count_nonzero(y)) == 0
+    assert int(torch.count_nonzero(x.grad)) == 0
+    assert bool(torch.isfinite(fp8.weight.grad).all())
+    assert float(fp8.weight.grad.abs().max()) > 0
+
+
+@cases("strides")
+def test_gradient_strides(recipe: str, fmt: str, suffix: str, dialect: str, device: str, seed: int) -> None:
+    """A broadcast, transposed or sliced gradient gives the bits of its contiguous copy (TransformerEngine#623)."""
+    consumers = {
+        "sum": (lambda y: y.sum(), lambda y: torch.ones_like(y)),
+        "transposed": (
+            lambda y: (y.t() * normal((N, 32), device, seed).requires_grad_(False)).sum(),
+            lambda y: normal((N, 32), device, seed).t().contiguous(),
+        ),
+        "every other row": (lambda y: y[::2].sum(), lambda y: _every_other_row(y)),
+    }
+    for name, (consume, gradient) in consumers.items():
+        results = []
+        for direct in (True, False):
+            fp8 = layer(recipe, device, seed)
+            x = normal((32, K), device, seed + 1).requires_grad_()
+            y = fp8(x)
+            if direct:
+                consume(y).backward()
+            else:
+                y.backward(gradient(y))
+            results.append((x.grad, fp8.weight.grad, fp8.bias.grad))
+        for what, one, other in zip(("input", "weight", "bias"), *reversed(results), strict=True):
+            assert_bits_equal(one, other, f"{what} gradient after {name}")
+
+
+def _every_other_row(y: torch.Tensor) -> torch.Tensor:
+    gradient = torch.zeros_like(y)
+    gradient[::2] = 1.0
+    return gradient
+
+
+@cases("3d")
+def test_leading_dimensions(recipe: str, fmt: str, suffix: str, dialect: str, device: str, seed: int) -> None:
+    """(B, S, K) is (B*S, K), forward and backward, also when the input is a strided view; no rows give no rows."""
+    wide = normal((4, 12, 2 * K), device, seed + 1)
+    view = wide[:, ::2, :K]
+    results = []
+    for x in (view.detach().requires_grad_(), view.reshape(24, K).contiguous().requires_grad_()):
+        fp8 = layer(recipe, device, seed)
+        y = fp8(x)
+        assert y.shape == (*x.shape[:-1], N)
+        y.backward(normal((24, N), device, seed + 2).view_as(y))
+        results.append((y.reshape(24, N), x.grad.reshape(24, K), fp8.weight.grad))
+    for what, one, other in zip(("output", "input gradient", "weight gradient"), *results, strict=True):
+        assert_bits_equal(other, one, what)
+
+    fp8 = layer(recipe, device, seed)
+    x = normal((2, 0, K), device, seed).requires_grad_()
+    y = fp8(x)
+    assert y.shape == (2, 0, N)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert int(torch.count_nonzero(fp8.weight.grad)) == 0
+
+
+@cases("nan", recipes=("rowwise", "rowwise_with_gw_hp"))
+def test_nan_row(recipe: str, fmt: str, suffix: str, dialect: str, device: str, seed: int) -> None:
+    """A NaN in one row of the input makes that row of the output NaN and leaves every other row's bits alone."""
+    fp8 = layer(recipe, device, seed)
+    x = normal((32, K), device, seed + 1)
+    clean = fp8(x)
+    x[5, 17] = math.nan
+    y = fp8(x)
+    assert bool(y[5].isnan().all())
+    rest = [row for row in range(32) if row != 5]
+    assert_bits_equal(clean[rest].detach(), y[rest].detach(), "other rows")

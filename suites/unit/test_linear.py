@@ -1,0 +1,205 @@
+"""Conversion to FP8: what is converted, what is left and why, and that a state dict stays an ordinary one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from fp8stack import device
+from fp8stack.device import Detected
+from fp8stack.formats import UnsupportedDtype
+from fp8stack.kernels.scaled_mm import scaled_mm
+from fp8stack.linear import RECIPES, Float8Linear, convert_to_float8
+from fp8stack.metrics import CodeCounter
+from fp8stack.models import HIGH_PRECISION, MODELS, Transformer
+
+
+class Three(nn.Module):
+    """pytorch/torchtitan#1391's shape of model: one linear that FP8 takes, one small, one odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.big = nn.Linear(64, 64)
+        self.small = nn.Linear(64, 32, bias=False)
+        self.odd = nn.Linear(32, 17)
+
+
+def simulated(arch: str) -> Detected:
+    row = device.lookup(arch)
+    return Detected(arch=row, target=device.lookup("cpu"), reason="chosen by the test", simulated=True)
+
+
+def test_converts_exactly_what_it_reports() -> None:
+    """The converted list is the filter's answer; what is left says why (pytorch/torchtitan#1391)."""
+    model = Three()
+    report = convert_to_float8(model, "rowwise", filter=("small",), detected=simulated("gfx942"))
+    assert report.converted == ("big",)
+    assert report.left == {"small": "filter 'small'", "odd": "N = 17 not a multiple of 16"}
+    assert (report.e4m3, report.e5m2) == ("e4m3fnuz", "e5m2fnuz")
+    assert isinstance(model.big, Float8Linear)
+    assert type(model.small) is nn.Linear
+    assert type(model.odd) is nn.Linear
+    text = str(report)
+    assert all(word in text for word in ("1 linears", "small (filter 'small')", "odd", "chosen by the test"))
+
+
+def test_head_and_embedding_of_a_transformer_stay() -> None:
+    """All seven linears of every block are converted; embedding and output head are not."""
+    with torch.device("meta"):
+        model = Transformer(MODELS["llama3-tiny"])
+    report = convert_to_float8(model, "rowwise", filter=HIGH_PRECISION, detected=simulated("cpu"))
+    assert len(report.converted) == 7 * 4
+    assert report.left == {"output": "filter 'output'"}
+    assert all(name.startswith("layers.") for name in report.converted)
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        pytest.param(("attention.wk",), 4, id="linear-filter-run-of-components"),
+        pytest.param(("layers.0",), 7, id="linear-filter-layer"),
+        pytest.param(("feed_forward", "layers.1.attention"), 12 + 4, id="linear-filter-two"),
+    ],
+)
+def test_filter_matches_whole_components(names: tuple[str, ...], left: int) -> None:
+    """A name matches whole dotted components, wherever they stand."""
+    with torch.device("meta"):
+        model = Transformer(MODELS["llama3-tiny"])
+    report = convert_to_float8(model, "rowwise", filter=names, detected=simulated("cpu"))
+    assert left == len(report.left)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, id=f"linear-filter-{i}") for i, n in enumerate(("bigg", "bi", "odd.x", ""))]
+)
+def test_filter_name_that_matches_nothing(name: str) -> None:
+    """A filter name that matches no linear is an error that names it; a part of a component does not match."""
+    with pytest.raises(ValueError, match=rf"'{name}' matches no linear.*big"):
+        convert_to_float8(Three(), "rowwise", filter=(name,), detected=simulated("cpu"))
+
+
+# The recipes as they are specified, typed: left and right operand of output, grad input and grad weight; powers of two.
+RECIPE_TABLE = {
+    "tensorwise": (
+        ("tensor e4m3", "tensor e4m3"),
+        ("tensor e5m2", "tensor e4m3"),
+        ("tensor e5m2", "tensor e4m3"),
+        False,
+    ),
+    "rowwise": (("row e4m3", "row e4m3"), ("row e4m3", "row e4m3"), ("row e4m3", "row e4m3"), True),
+    "rowwise_with_gw_hp": (("row e4m3", "row e4m3"), ("row e4m3", "tensor e4m3"), None, True),
+}
+
+
+def test_recipe_table() -> None:
+    """The recipes are those of the specification: every other test takes them as they are and would follow a change."""
+    assert list(RECIPE_TABLE) == list(RECIPES) == [recipe.name for recipe in RECIPES.values()]
+    for name, recipe in RECIPES.items():
+        gemms = [
+            None if gemm is None else tuple(f"{cast.granularity} {cast.kind}" for cast in (gemm.left, gemm.right))
+            for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight)
+        ]
+        assert RECIPE_TABLE[name] == (*gemms, recipe.pow2), name
+
+
+def test_operands_get_the_formats_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three products of a tensorwise layer on MI300X get e4m3fnuz, and e5m2fnuz for the gradient alone."""
+    pairs = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *scales: object, **options: object) -> torch.Tensor:
+        pairs.append((a.dtype, b.dtype))
+        return scaled_mm(a, b, *scales, **options)
+
+    monkeypatch.setattr("fp8stack.linear.scaled_mm", watched)
+    model = nn.Sequential(nn.Linear(32, 16))
+    convert_to_float8(model, "tensorwise", detected=simulated("gfx942"))
+    model(torch.ones(16, 32, requires_grad=True)).sum().backward()
+    e4m3, e5m2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    assert pairs == [(e4m3, e4m3), (e5m2, e4m3), (e5m2, e4m3)]
+
+
+def test_unknown_recipe() -> None:
+    """The error lists the recipes that exist."""
+    with pytest.raises(ValueError, match=r"'rowise'.*rowwise, rowwise_with_gw_hp, tensorwise"):
+        convert_to_float8(Three(), "rowise")
+
+
+def test_nothing_converted_is_an_error() -> None:
+    """An FP8 run without an FP8 layer would be a bf16 run under another name."""
+    with pytest.raises(ValueError, match="converted nothing"):
+        convert_to_float8(nn.Sequential(nn.Linear(17, 17)), "rowwise", detected=simulated("cpu"))
+    with pytest.raises(ValueError, match="wrap it"):
+        convert_to_float8(nn.Linear(16, 16), "rowwise", detected=simulated("cpu"))
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-{name}") for name in RECIPES])
+def test_state_dict_is_an_ordinary_one(recipe: str) -> None:
+    """Keys and tensors are those of the high-precision model, and load with weights_only (pytorch/torchtitan#651)."""
+    model = Three()
+    parameters = dict(model.named_parameters())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    convert_to_float8(model, recipe, detected=simulated("cpu"))
+    assert {name: id(p) for name, p in parameters.items()} == {name: id(p) for name, p in model.named_parameters()}
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert list(before) == list(loaded)
+    for name, tensor in before.items():
+        assert type(loaded[name]) is torch.Tensor
+        assert torch.equal(tensor, loaded[name])
+    Three().load_state_dict(loaded)
+
+
+def test_input_errors() -> None:
+    """A wrong width and a dtype that FP8 layers do not take are named."""
+    model = Three()
+    convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    with pytest.raises(ValueError, match=r"48 features.*takes 64"):
+        model.big(torch.zeros(2, 48))
+    with pytest.raises(UnsupportedDtype, match="float64"):
+        model.big(torch.zeros(2, 64, dtype=torch.float64))
+
+
+def test_counter_sees_every_operand() -> None:
+    """Saturated and NaN codes of all six operands are counted, and taking the counts starts anew."""
+    counter = CodeCounter()
+    model = nn.Sequential(nn.Linear(32, 16, bias=False))
+    convert_to_float8(model, "rowwise", detected=simulated("cpu"), counter=counter)
+    with torch.no_grad():
+        model[0].weight.fill_(448.0)
+    x = torch.full((16, 32), -448.0, requires_grad=True)
+    y = model(x)
+    assert counter.take() == (16 * 32 + 16 * 32, 0)
+    y.backward(torch.full((16, 16), 448.0))
+    assert counter.take() == (2 * 16 * 16 + 16 * 32 + 16 * 32, 0)
+    assert counter.take() == (0, 0)
+    model(torch.full((16, 32), float("nan")))
+    assert counter.take() == (16 * 32, 16 * 32)
+
+
+def test_conversion_of_shared_and_peculiar_linears() -> None:
+    """A linear in two places is one FP8 linear in both; subclasses and linears with hooks stay, with the reason."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    shared, hooked = nn.Linear(32, 32), nn.Linear(32, 32)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.ModuleDict({"a": shared, "b": shared, "doubled": Doubled(32, 32), "hooked": hooked})
+    report = convert_to_float8(model, "rowwise", detected=simulated("gfx942"))
+    assert report.converted == ("a", "b")
+    assert model["a"] is model["b"]
+    assert isinstance(model["a"], Float8Linear)
+    assert "Doubled" in report.left["doubled"]
+    assert "hooks" in report.left["hooked"]
+
+
+def test_filter_is_a_sequence_of_names() -> None:
+    """A text would be read letter by letter: refused, with the way out."""
+    with pytest.raises(ValueError, match=r"pass \('output',\)"):
+        convert_to_float8(nn.Sequential(nn.Linear(32, 32)), "rowwise", "output", detected=simulated("cpu"))

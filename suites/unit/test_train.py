@@ -1,0 +1,327 @@
+"""The trainer: reproducible, resumable in thought, and clear about what it refuses and why it stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8stack import train
+from fp8stack.data import Batch, SyntheticTokens
+from fp8stack.linear import RECIPES
+from fp8stack.metrics import GradientDigests, JsonLines
+from fp8stack.models import MODELS
+from fp8stack.train import ConfigError, NonFiniteError, TrainConfig, Trainer, learning_rate, nudge_weights, run
+
+# Small enough for a second, large enough for every path: 32 tokens a step.
+SHORT = TrainConfig(steps=3, batch=2, seq=16, device="cpu")
+
+
+def short(**changes: object) -> TrainConfig:
+    return dataclasses.replace(SHORT, **changes)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(r, id=f"train-{r}") for r in ("bf16", "rowwise", "tensorwise")])
+def test_deterministic(recipe: str) -> None:
+    """Two runs in one process have the same bits, whatever torch's generators and settings were in between."""
+    one = run(short(recipe=recipe))
+    torch.manual_seed(99)
+    torch.randn(3)
+    two = run(short(recipe=recipe))
+    assert one.steps == two.steps
+    assert one.digests == two.digests
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_records_and_loss_file() -> None:
+    """A record a step, digests of every parameter at steps 1-3, and the loss file that the gate reads."""
+    seen: list[train.StepRecord] = []
+    result = run(short(recipe="rowwise", steps=4), seen.append)
+    assert seen == result.steps
+    assert [record.step for record in seen] == [1, 2, 3, 4]
+    assert all(math.isfinite(record.loss) and math.isfinite(record.grad_norm) for record in seen)
+    assert all(record.saturated > 0 and record.nan == 0 for record in seen)
+    file = json.loads(json.dumps(result.loss_file("llama3-tiny-rowwise-e4m3fn"), allow_nan=False))
+    assert {
+        "schema", "case", "config_hash", "config", "recipe", "format", "arch", "seed", "nudge", "threads", "versions",
+        "steps", "digests",
+    } == set(file)  # fmt: skip
+    assert {"1", "2", "3"} == set(file["digests"])
+    names = [name for name, _ in Trainer(SHORT).model.named_parameters()]
+    assert names == list(file["digests"]["1"])
+    assert all(len(digest) == 4 for digest in file["digests"]["1"].values())
+    assert file["config_hash"] == short(recipe="rowwise", steps=4).hash
+    assert len(file["config_hash"]) == 16
+
+
+def test_first_loss_is_that_of_an_ignorant_model() -> None:
+    """Before any update the loss is near ln(vocabulary) + 1/2 (unit-variance logits), far above the floor."""
+    loss = run(short(steps=1, batch=8, seq=64)).steps[0].loss
+    assert loss == pytest.approx(math.log(768) + 0.5, abs=0.15)
+    assert loss > SyntheticTokens.entropy_floor_nats
+
+
+def test_hash_covers_numerics_only() -> None:
+    """Every hashed field changes the hash; nudge and device do not; neither does the order of writing."""
+    other = {
+        "model": "llama3-debug", "recipe": "rowwise", "steps": 4, "seed": 1, "batch": 3, "seq": 17, "lr": 1e-3,
+        "min_lr_ratio": 0.2, "warmup": 2, "schedule": "constant", "beta1": 0.8, "beta2": 0.9, "eps": 1e-7,
+        "weight_decay": 0.0, "clip": 2.0,
+    }  # fmt: skip
+    hashed = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata.get("hashed", True)}
+    assert hashed == set(other)
+    hashes = {name: short(**{name: value}).hash for name, value in other.items()}
+    assert len({SHORT.hash, *hashes.values()}) == len(other) + 1
+    assert SHORT.hash == short(nudge=3, device="auto").hash
+
+
+def test_learning_rate() -> None:
+    """Linear warm-up to lr, cosine down to min_lr_ratio * lr at the last step."""
+    config = TrainConfig(steps=100, warmup=10, lr=2.0, min_lr_ratio=0.1)
+    assert learning_rate(config, 1) == pytest.approx(0.2)
+    assert learning_rate(config, 10) == pytest.approx(2.0)
+    assert learning_rate(config, 55) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert learning_rate(config, 100) == pytest.approx(0.2)
+    assert learning_rate(dataclasses.replace(config, schedule="constant", warmup=0), 1) == 2.0
+
+
+def test_update_is_adamw() -> None:
+    """Three steps are those of AdamW on clipped gradients, written out: warm-up, decay on matrices only, fresh batches.
+
+    In float64 beside the trainer's float32 parameters, from the gradients that the trainer itself had.
+    """
+    config = short(lr=0.01, warmup=2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, clip=0.5)
+    trainer = Trainer(config)
+    taken: list[dict[str, torch.Tensor]] = []
+    batches: list[torch.Tensor] = []
+    loss_of = trainer._loss
+
+    def loss(batch: Batch) -> torch.Tensor:
+        batches.append(batch.tokens)
+        assert all(p.grad is None for p in trainer.model.parameters()), "gradients of the last step are still there"
+        return loss_of(batch)
+
+    trainer._loss = loss  # type: ignore[method-assign]
+    digest = trainer.digests.take
+
+    def take() -> dict[str, list[float]]:
+        taken.append({name: p.grad.double().clone() for name, p in trainer.model.named_parameters()})
+        return digest()
+
+    trainer.digests.take = take  # type: ignore[method-assign]
+    weights = {name: p.detach().double().clone() for name, p in trainer.model.named_parameters()}
+    first, second = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+    result = trainer.run()
+
+    assert len(taken) == len(batches) == 3
+    for step, gradients in enumerate(taken, start=1):
+        assert torch.equal(SyntheticTokens(768, 16, 0).batch(step - 1, 2).tokens, batches[step - 1])
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        assert result.steps[step - 1].grad_norm == pytest.approx(norm, rel=1e-6)
+        assert norm > 0.5, "nothing is clipped; choose a lower clip"
+        for name, weight in weights.items():
+            gradient = gradients[name] * (0.5 / norm)
+            first[name] = 0.8 * first[name] + 0.2 * gradient
+            second[name] = 0.9 * second[name] + 0.1 * gradient.square()
+            update = (first[name] / (1 - 0.8**step)) / ((second[name] / (1 - 0.9**step)).sqrt() + 1e-3)
+            decay = 0.5 if weight.ndim == 2 else 0.0
+            rate = {1: 0.005, 2: 0.01, 3: 0.001}[step]
+            weights[name] = weight * (1 - rate * decay) - rate * update
+    for name, parameter in trainer.model.named_parameters():
+        error = float((weights[name] - parameter.detach().double()).abs().max())
+        assert error < 1e-5, f"{name} is off by {error:.3g}; expected float32's roundings"
+
+
+def test_nudge_flips_one_bit_of_one_in_a_thousand() -> None:
+    """Nudge i changes only bf16's last mantissa bit, of about one weight in a thousand, other ones for another i."""
+    plain = Trainer(SHORT)
+    flipped: dict[int, set[tuple[str, int]]] = {}
+    for nudge in (1, 2):
+        nudged = Trainer(short(nudge=nudge))
+        changed = set()
+        for (name, one), (_, other) in zip(
+            plain.model.named_parameters(), nudged.model.named_parameters(), strict=True
+        ):
+            difference = (one.detach().view(torch.int32) ^ other.detach().view(torch.int32)).flatten()
+            assert set(difference.unique().tolist()) <= {0, 1 << 16}
+            changed |= {(name, int(index)) for index in difference.nonzero()}
+        flipped[nudge] = changed
+        assert len(changed) == nudge_weights(Trainer(SHORT).model, nudge)
+        assert 935_040 / 1000 * 0.85 < len(changed) < 935_040 / 1000 * 1.15
+    assert len(flipped[1] & flipped[2]) < 10
+    assert nudge_weights(plain.model, 0) == 0
+
+
+def test_nudge_golden_count() -> None:
+    """The number of flipped bits is the same on every platform."""
+    assert [nudge_weights(Trainer(SHORT).model, nudge) for nudge in (1, 2, 3)] == [936, 985, 953]
+
+
+def _plant_weight(trainer: Trainer) -> None:
+    with torch.no_grad():
+        trainer.model.layers[2].feed_forward.w1.weight[0, 0] = math.nan
+
+
+def _plant_huge(trainer: Trainer) -> None:
+    with torch.no_grad():
+        trainer.model.layers[2].attention_norm.weight.fill_(3e38)
+        trainer.model.layers[2].attention.wq.weight.fill_(1e30)
+
+
+@pytest.mark.parametrize(
+    ("plant", "module"),
+    [
+        pytest.param(_plant_weight, "layers.2.feed_forward.w1", id="train-nan-weight"),
+        pytest.param(_plant_huge, "layers.2.attention_norm", id="train-overflow"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [pytest.param(r, id=r) for r in ("bf16", "rowwise")])
+def test_non_finite_names_the_module(recipe: str, plant: Callable[[Trainer], None], module: str) -> None:
+    """A run with a poisoned layer stops before the update and names the first module that produced it."""
+    trainer = Trainer(short(recipe=recipe))
+    plant(trainer)
+    before = trainer.model.output.weight.detach().clone()
+    with pytest.raises(NonFiniteError, match=rf"step 1: the loss is not finite.*'{module}'") as caught:
+        trainer.run()
+    assert caught.value.module == module
+    assert torch.equal(before, trainer.model.output.weight)
+
+
+def test_non_finite_gradient_names_the_module() -> None:
+    """A gradient that overflows behind a finite loss is traced to its module too."""
+    trainer = Trainer(SHORT)
+    trainer.model.layers[1].feed_forward.w2.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(NonFiniteError, match=r"the gradient norm is not finite.*'layers\.1\.feed_forward\.w2'"):
+        trainer.run()
+
+
+def test_uneven_valid_tokens() -> None:
+    """The loss is the sum over valid tokens over their number; a batch without any has loss 0 (torchtitan#2206)."""
+    trainer = Trainer(SHORT)
+    batch = trainer.data.batch(0, 2)
+    whole = trainer._loss(batch)
+    labels = batch.labels.clone()
+    labels[0, 5:] = train.IGNORED_LABEL
+    partial = trainer._loss(dataclasses.replace(batch, labels=labels))
+    logits = trainer.model(batch.tokens).double()
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    kept = (labels != train.IGNORED_LABEL).flatten()
+    assert whole.item() == pytest.approx(each.mean().item(), rel=1e-12)
+    assert partial.item() == pytest.approx(each[kept].mean().item(), rel=1e-12)
+    none = dataclasses.replace(batch, labels=torch.full_like(labels, train.IGNORED_LABEL))
+    assert trainer._loss(none).item() == 0.0
+
+
+def test_digests_need_every_gradient() -> None:
+    """A parameter that took no part is an error, not a missing row."""
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "idle": torch.nn.Linear(2, 2)})
+    model["used"](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"idle\.weight"):
+        GradientDigests(model, lambda name, count: torch.ones(2, count, dtype=torch.int8)).take()
+
+
+def test_json_lines_refuse_nan() -> None:
+    """NaN is no JSON: the writer raises instead of writing what no reader agrees on."""
+    stream = io.StringIO()
+    lines = JsonLines(stream)
+    lines.write({"step": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        lines.write({"loss": math.nan})
+    assert stream.getvalue() == '{"step": 1}\n'
+
+
+BAD = {
+    "recipe": (["--recipe", "fp9"], "recipe 'fp9'"),
+    "model": (["--model", "llama9"], "model 'llama9'"),
+    "schedule": (["--schedule", "step"], "schedule 'step'"),
+    "steps": (["--steps", "0"], "--steps"),
+    "batch": (["--batch", "-1"], "--batch"),
+    "lr": (["--lr", "nan"], "--lr"),
+    "clip": (["--clip", "0"], "--clip"),
+    "number": (["--seq", "many"], "--seq"),
+    "option": (["--recepie", "rowwise"], "--recepie"),
+    "device": (["--device", "tpu"], "--device"),
+    "memory": (["--model", "llama3-405b", "--device", "cpu"], "llama3-405b"),
+    "out": (["--out", "/dev/null/x"], "--out"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"train-bad-{name}") for name in BAD])
+def test_bad_input(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 and one line: what, what was expected, what next."""
+    arguments, word = BAD[name]
+    assert train.main(["--steps", "1", "--device", "cpu", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("train: ")
+    assert word in err
+
+
+def test_batch_beyond_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot fit is one line before anything is allocated, exit 2."""
+    assert train.main(["--steps", "1", "--device", "cpu", "--seq", "100000000"]) == 2
+    _, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1, err
+    assert "lower --batch or --seq" in err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help says what each option means, its default, the models and recipes that exist, and the exit codes."""
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    assert caught.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for entry in dataclasses.fields(TrainConfig):
+        assert f"--{entry.name.replace('_', '-')} {entry.name.upper()} {entry.metadata['help']}" in told
+        assert f"(default: {entry.default})" in told
+    assert all(name in told for name in (*MODELS, *RECIPES, "FP8STACK_ARCH", "Exit codes"))
+
+
+def test_unknown_arch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8STACK_ARCH=gfx9-4-generic: one line that names the override, exit 2."""
+    monkeypatch.setenv("FP8STACK_ARCH", "gfx9-4-generic")
+    assert train.main(["--steps", "1", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert "gfx9-4-generic" in err
+
+
+def test_config_refuses_other_types() -> None:
+    """A float for steps or a bool for seed is refused: the hash would differ from the integer's."""
+    for changes in ({"steps": 3.0}, {"seed": True}):
+        with pytest.raises(ConfigError, match="integer"):
+            short(**changes)
+
+
+def test_command_line(tmp_path: Path) -> None:
+    """`python -m fp8stack.train` writes a line a step to metrics.jsonl, progress on stderr, exit 0."""
+    command = [sys.executable, "-m", "fp8stack.train", "--recipe", "rowwise", "--steps", "2", "--batch", "2"]
+    done = subprocess.run(
+        [*command, "--seq", "16", "--device", "cpu", "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {"step", "loss", "grad_norm", "saturated", "nan", "lr", "seconds"} == set(lines[0])
+    assert "step 2/2" in done.stderr
+    assert "28 linears run in FP8" in done.stderr
+
+
+def test_command_line_stops_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that diverges (a decay of 1,000 x 1,000 a step) ends with exit 1 and a last line naming step and module."""
+    wild = ["--lr", "1000", "--weight-decay", "1000", "--warmup", "0", "--schedule", "constant"]
+    assert train.main(["--steps", "20", "--batch", "2", "--seq", "16", "--device", "cpu", *wild]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("train: step ")
+    assert "is not finite; the first module that produced it is '" in last

@@ -267,7 +267,7 @@ def _rowwise_and_colwise_configs(shape: Shape, wave: int) -> Iterator[rowwise_an
         for row_rows in (1, 2, 4, 8):
             for row_block in (1024, 2048, 4096):
                 a_chunk = row_rows * row_block / threads
-                if MIN_ELEMENTS_A_CHUNK / 2 <= a_chunk and row_rows * k / threads <= MAX_ELEMENTS_A_THREAD / 2:
+                if a_chunk >= MIN_ELEMENTS_A_CHUNK / 2 and row_rows * k / threads <= MAX_ELEMENTS_A_THREAD / 2:
                     yield rowwise_and_colwise.RowwiseAndColwiseConfig(row_rows, row_block, **asdict(column))
 
 

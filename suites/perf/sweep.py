@@ -249,13 +249,18 @@ def _mxfp8_space(dim: int) -> Space:
 
 
 def _rowwise_grouped_configs(shape: Shape, wave: int) -> Iterator[rowwise_grouped.RowwiseGroupedConfig]:
-    """A thread has 16 neighbouring elements, or a few times as many, of the chunk that is held."""
-    for block in (128, 256, 512, 1024, 2048):
-        for warps in (1, 2, 4, 8):
+    """A thread has 16 neighbouring elements, or some times as many, of each chunk that is held."""
+    for block in (128, 256, 512):
+        for warps in (1, 2, 4):
             for elements in (16, 32, 64):
                 rows = warps * wave * elements // block
-                for threads in (512, 768, 1024) if rows else ():
-                    yield rowwise_grouped.RowwiseGroupedConfig(rows, block, warps, threads // (warps * wave), "")
+                for held in (1, 2, 4, 8):
+                    registers = elements * held // 2  # of a thread for bf16
+                    for threads in (512, 768, 1024) if rows else ():
+                        fits = registers + CODE_REGISTERS / 2 <= REGISTERS // threads and block * held <= 2048
+                        if fits:
+                            programs = threads // (warps * wave)
+                            yield rowwise_grouped.RowwiseGroupedConfig(rows, block, held, warps, programs, "")
 
 
 def _rowwise_and_colwise_configs(shape: Shape, wave: int) -> Iterator[rowwise_and_colwise.RowwiseAndColwiseConfig]:

@@ -119,27 +119,36 @@ def _load_elements(
     size,
     in_rows,
     column_stride,
+    BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Elements `at` of a group of each row as loaded; masked lanes, and those from size on, read 0.
+    """The BLOCK elements from `at` of a group of each row, as loaded; masked lanes, and those from size on, read 0.
 
-    ALIGNED: start and size are multiples of 16. WORDS: elements are halves of aligned words.
+    ALIGNED: start and size are multiples of 16. WORDS: rows consist of aligned words, each of two elements.
     """
-    mask = in_rows & (at < size)[None, :]
+    columns = at + tl.arange(0, BLOCK)
+    mask = in_rows & (columns < size)[None, :]
     if not UNIT_STRIDE:
-        return tl.load(x_rows + (start + at)[None, :].to(tl.int64) * column_stride, mask=mask, other=0)
+        return tl.load(x_rows + (start + columns)[None, :].to(tl.int64) * column_stride, mask=mask, other=0)
     elif ALIGNED:
         # The same numbers, as multiples of 16 to the compiler too.
-        whole = in_rows & (at < size // 16 * 16)[None, :]
-        return tl.load(x_rows + (start // 16 * 16 + at)[None, :], mask=whole, other=0)
+        whole = in_rows & (columns < size // 16 * 16)[None, :]
+        return tl.load(x_rows + (start // 16 * 16 + columns)[None, :], mask=whole, other=0)
     elif WORDS:
-        column = start + at
-        words = tl.load(x_rows.to(tl.pointer_type(tl.int32)) + (column >> 1)[None, :], mask=mask, other=0)
-        return (words >> ((column & 1) * 16)[None, :]).to(tl.int16)
+        # Two neighbours lie in one word, or in the halves of two that meet.
+        odd = start % 2
+        pairs = at + 2 * tl.arange(0, BLOCK // 2)
+        words = x_rows.to(tl.pointer_type(tl.int32)) + (start // 2) + (pairs // 2)[None, :]
+        here = tl.load(words, mask=in_rows & (pairs < size)[None, :], other=0)
+        following = tl.load(words + 1, mask=in_rows & (pairs < (size - 1) * odd)[None, :], other=0)
+        first = (here >> (16 * odd)).to(tl.int16)
+        second = tl.where(odd == 1, following, here >> 16).to(tl.int16)
+        second = tl.where((pairs + 1 < size)[None, :], second, 0)
+        return tl.reshape(tl.join(first, second), (first.shape[0], BLOCK))
     else:
-        return tl.load(x_rows + (start + at)[None, :], mask=mask, other=0)
+        return tl.load(x_rows + (start + columns)[None, :], mask=mask, other=0)
 
 
 @jit
@@ -160,6 +169,7 @@ def _store_codes(
     size,
     padded_size,
     in_rows,
+    BLOCK: tl.constexpr,
     POISONED: tl.constexpr,
     MAX: tl.constexpr,
     BIAS: tl.constexpr,
@@ -170,11 +180,12 @@ def _store_codes(
     NATIVE_NAN: tl.constexpr,
 ):
     """Codes of a chunk to q_rows, which are at the group's first padded column. POISONED: as in colwise.store_parts."""
+    columns = at + tl.arange(0, BLOCK)
     y = cast.float_bits(elements).to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)[:, None]
     if POISONED:
-        y = tl.where((at < size)[None, :], y, 0.0)
+        y = tl.where((columns < size)[None, :], y, 0.0)
     codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, POISONED)
-    tl.store(q_rows + at[None, :], codes, mask=in_rows & (at < padded_size)[None, :])
+    tl.store(q_rows + columns[None, :], codes, mask=in_rows & (columns < padded_size)[None, :])
 
 
 @jit
@@ -187,6 +198,7 @@ def _quantize_columns_of_rows(
     size,
     padded_size,
     column_stride,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -202,19 +214,18 @@ def _quantize_columns_of_rows(
     NATIVE_NAN: tl.constexpr,
 ):
     """One group of some rows. x_rows: rows; q_rows: their first code of the group; inverse_scale: where theirs go."""
-    columns = tl.arange(0, BLOCK)
     # All loads of the held columns are issued before the first is waited for.
     held = ()
     for chunk in tl.static_range(HELD):
         elements = _load_elements(
-            x_rows, start, chunk * BLOCK + columns, size, in_rows, column_stride, ALIGNED, UNIT_STRIDE, WORDS
+            x_rows, start, chunk * BLOCK, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS
         )
         held = held + (elements,)  # noqa: RUF005 - Triton compiles no starred expression
-    largest = _largest_of(held[0])
-    for chunk in tl.static_range(1, HELD):
+    largest = tl.zeros((ROWS,), tl.int32)
+    for chunk in tl.static_range(HELD):
         largest = tl.maximum(largest, _largest_of(held[chunk]))
     for at in range(HELD * BLOCK, size, BLOCK):
-        more = _load_elements(x_rows, start, at + columns, size, in_rows, column_stride, ALIGNED, UNIT_STRIDE, WORDS)
+        more = _load_elements(x_rows, start, at, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS)
         largest = tl.maximum(largest, _largest_of(more))
     scale = cast.scale_bits(largest, MAX, POW2)
     inverse = cast.inverse_bits(scale).to(tl.float32, bitcast=True)
@@ -224,26 +235,24 @@ def _quantize_columns_of_rows(
         # Not a mask alone: most groups are shorter than what is held, and casting nothing costs as much as casting.
         if chunk * BLOCK < padded_size:
             _store_codes(
-                q_rows, held[chunk], scale, chunk * BLOCK + columns, size, padded_size, in_rows, False,
+                q_rows, held[chunk], scale, chunk * BLOCK, size, padded_size, in_rows, BLOCK, False,
                 MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
             )  # fmt: skip
     chunks = tl.cdiv(padded_size, BLOCK)
     for back in range(1, chunks - HELD + 1):
-        far = (chunks - back) * BLOCK + columns
-        again = _load_elements(x_rows, start, far, size, in_rows, column_stride, ALIGNED, UNIT_STRIDE, WORDS)
+        far = (chunks - back) * BLOCK
+        again = _load_elements(x_rows, start, far, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS)
         _store_codes(
-            q_rows, again, scale, far, size, padded_size, in_rows, False,
+            q_rows, again, scale, far, size, padded_size, in_rows, BLOCK, False,
             MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
     if (tl.max(largest, axis=0) >= 0x7F800000) & (size > 0):
         # Once more, as in colwise.py: NaN codes, and zero codes in the gap.
         tl.debug_barrier()
         for at in range(0, padded_size, BLOCK):
-            last = _load_elements(
-                x_rows, start, at + columns, size, in_rows, column_stride, ALIGNED, UNIT_STRIDE, WORDS
-            )
+            last = _load_elements(x_rows, start, at, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS)
             _store_codes(
-                q_rows, last, scale, at + columns, size, padded_size, in_rows, True,
+                q_rows, last, scale, at, size, padded_size, in_rows, BLOCK, True,
                 MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
             )  # fmt: skip
 
@@ -289,15 +298,18 @@ def _quantize_rowwise_grouped_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * row_stride
     q_row = q + rows.to(tl.int64)[:, None] * (k_pad_blocks * 16)
     inverse_row = inverse_scale + group.to(tl.int64) * M + rows
+    # Neither gathered elements nor halves of words are held: their addresses alone fill the registers.
     if (start % 16 == 0) & (size % 16 == 0):
         _quantize_columns_of_rows(
-            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, BLOCK, HELD,
-            True, UNIT_STRIDE, WORDS, POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, ROWS, BLOCK,
+            HELD if UNIT_STRIDE else 0, True, UNIT_STRIDE, WORDS,
+            POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
     else:
         _quantize_columns_of_rows(
-            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, BLOCK, HELD,
-            False, UNIT_STRIDE, WORDS, POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, ROWS, BLOCK,
+            0, False, UNIT_STRIDE, WORDS,
+            POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
 
     first, end = groups.share_of_tail(group, total, k_pad_blocks * 16, E)

@@ -26,6 +26,7 @@ import torch
 from fp8stack import device, formats
 from fp8stack.kernels import (
     blockwise,
+    column_maxima,
     colwise,
     experts,
     mxfp8,
@@ -99,30 +100,43 @@ def _transposed_configs(shape: Shape, wave: int) -> Iterator[experts.TransposedC
                             yield experts.TransposedConfig(columns, rows, parts, held, warps, programs, hints, "")
 
 
-def _both_configs(shape: Shape, wave: int) -> Iterator[experts.BothConfig]:
-    k = shape[2]
-    for column in _transposed_configs(shape, wave):
-        threads = column.num_warps * wave
-        if column.columns > 64 or (column.hints and column.parts == 8):
+def _column_maxima_configs(k: int, turned: Sequence[Config], wave: int) -> Iterator[column_maxima.BothConfig]:
+    """Launches follow one another, so the best of each is the best of all: rows vary beside one tile of the turned cast
+    (of its own configurations), then tiles beside one way to take rows. A thread has 16 elements of each chunk.
+    """
+    rows = []
+    for warps in (1, 2, 4, 8, 16):
+        threads = warps * wave
+        block = MIN_ELEMENTS_A_CHUNK * threads
+        chunks = -(-k // block)
+        a_row = MIN_ELEMENTS_A_CHUNK * chunks  # elements of a thread, whose maxima take a register each
+        if threads > MAX_THREADS or block * chunks >= 2 * k + 512:
             continue
         for row_rows in (1, 2, 4, 8):
-            a_thread = row_rows * 2048 / threads
-            if a_thread < MIN_ELEMENTS_A_CHUNK / 2 or row_rows * k / threads > MAX_ELEMENTS_A_THREAD / 2:
-                continue
-            for together in (1, 4, 1 << 20):
-                yield experts.BothConfig(
-                    row_rows,
-                    2048,
-                    min(together, shape[0]),
-                    column.columns,
-                    column.rows,
-                    column.parts,
-                    column.held,
-                    column.num_warps,
-                    column.programs,
-                    column.hints,
-                    "",
-                )
+            for ahead in (False, True):
+                held = row_rows * (a_row // 2 * (1 + ahead) + MIN_ELEMENTS_A_CHUNK // 2)
+                if a_row + held + CODE_REGISTERS <= min(REGISTERS // threads, 255):
+                    rows.append((row_rows, block, warps, ahead))
+    tile = min(turned, key=lambda t: (abs(t.rows * t.columns - 16384), abs(t.columns - 64), -t.parts, t.programs))
+    beside = min(rows, key=lambda row: (abs(row[2] - 4), row))
+    for span in (16, 32, 64, 128):
+        for row in rows:
+            for hints in (False, True):
+                yield _both_config(span, row, hints, tile)
+    for other in turned:
+        if other is not tile:
+            yield _both_config(64, beside, False, other)
+
+
+def _both_config(span: int, row: tuple[int, int, int, bool], hints: bool, tile: Config) -> column_maxima.BothConfig:
+    return column_maxima.BothConfig(
+        span, *row, hints, tile.rows, tile.columns, tile.parts, tile.num_warps, tile.programs, ""
+    )
+
+
+def _both_configs(shape: Shape, wave: int) -> Iterator[column_maxima.BothConfig]:
+    turned = [tile for tile in _turned_configs(shape, wave) if tile.rows >= 64 and not tile.hints]
+    return _column_maxima_configs(shape[2], turned, wave)
 
 
 def _tensorwise_configs(shape: Shape, wave: int) -> Iterator[tensorwise.TensorwiseConfig]:
@@ -366,7 +380,7 @@ SPACES: dict[str, Space] = {
         lambda inputs, fmt, config, target: experts.launch_both(*inputs, fmt, True, config, target),
         lambda inputs, fmt: experts.quantize_experts_both_reference(*inputs, fmt),
         _two_experts,
-        lambda shape: experts.size_class(shape[1]),
+        lambda shape: column_maxima.width_class(shape[2], torch.bfloat16),
         ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048)),
     ),
 }

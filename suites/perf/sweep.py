@@ -6,6 +6,8 @@ configuration is compiled, by several processes at once into Triton's cache, che
 then timed in turns with a copy. Printed and, with `--json FILE`, written: the best configuration a shape, and the best
 compromise a size class, which is the smallest geometric mean of slowdown against each shape's best. The tables in
 fp8stack/kernels come from such files and name them (tables.py).
+
+Without a GPU, `--static ARCH` ranks the same space by the machine code that the configurations compile to (ranks.py).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import math
 import multiprocessing
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fp8stack import device, formats
+from fp8stack import _triton, device, formats
 from fp8stack.kernels import (
     blockwise,
     colwise,
@@ -526,6 +529,12 @@ def compromise(shapes: Sequence[list[dict[str, object]]]) -> dict[str, object]:
     return {"config": config, "geomean_slowdown": mean}
 
 
+def as_text(document: dict[str, object]) -> str:
+    """A sweep as JSON, a row a line: an object that begins with its configuration stands on one."""
+    rows = re.compile(r'\{\n *"config": \{[^}]*\}[^{}]*\}')
+    return rows.sub(lambda found: " ".join(found.group().split()), json.dumps(document, indent=1)) + "\n"
+
+
 def _name(config: Config) -> str:
     """A configuration's values in the order of its fields: 32/512/16/1/4/0/0."""
     return "/".join(str(int(value)) for name, value in asdict(config).items() if name != "measured")
@@ -544,9 +553,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=120, help="configurations a shape, at most (default 120)")
     parser.add_argument("--shown", type=int, default=6, help="configurations to print a shape (default 6)")
     parser.add_argument("--json", type=Path, help="write every time and where it comes from to this file")
+    parser.add_argument(
+        "--static", metavar="ARCH", choices=_triton.TARGETS, help="no GPU: rank by machine code for ARCH"
+    )
     options = parser.parse_args(argv)
+    if options.static:
+        from suites.perf import ranks  # which imports this module
+
+        return ranks.main(
+            options.op, options.static, options.shapes, options.most, options.jobs, options.shown, options.json
+        )
     if not torch.cuda.is_available():
-        print("no GPU is visible; configurations are timed on one", file=sys.stderr)
+        print("no GPU is visible; configurations are timed on one; --static ARCH ranks without one", file=sys.stderr)
         return 4
     where = torch.device("cuda", torch.cuda.current_device())
     found = device.detect(where)
@@ -574,7 +592,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "shapes": results,
             "compromise": best,
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(as_text(document))
     return 0
 
 

@@ -194,7 +194,7 @@ def _refuse(one: Swept, row: dict[str, Any]) -> None:
     one.refused.append(row)
     document = json.loads(one.path.read_text(encoding="utf-8"))
     document["refused"] = one.refused
-    one.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    one.path.write_text(sweep.as_text(document), encoding="utf-8")
 
 
 def settle(space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool) -> Iterator[str]:
@@ -210,7 +210,7 @@ def settle(space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool) -
             yield f"{one.op} {' '.join(key)} {_values(config)}, Triton {triton}: {verdict}"
             if not broken:
                 break
-            _refuse(one, {"size_class": key[1], "config": config, "triton": triton, "why": verdict})
+            _refuse(one, {"config": config, "size_class": key[1], "triton": triton, "why": verdict})
 
 
 def shared(space: sweep.Space, found: Sequence[Swept]) -> Iterator[str]:

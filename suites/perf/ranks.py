@@ -11,10 +11,12 @@ left out. The rest is ranked by, in this order:
     bytes a memory instruction             more, loads and stores of the hot loop together, to the nearest 4: the store
                                            of a scale beside eight of codes makes those no narrower
     waves a SIMD                           more, as registers and LDS allow
-    instructions a byte loaded             fewer, in the hot loop
+    chunks held in registers               more: they are read once, others twice
+    instructions a byte loaded             fewer in the hot loop, to the nearest tenth
 
-An op of several kernels has the sum of what is counted and the least of the waves. None of this is a time: a rank says
-that nothing known to be slow is in the code, and "done" for speed is only what a GPU has timed.
+Of equals today's row goes first, so that a table changes for a reason. An op of several kernels has the sum of what is
+counted and the least of the waves. None of this is a time: a rank says that nothing known to be slow is in the code,
+and "done" for speed is only what a GPU has timed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,6 +46,7 @@ class Rank:
     narrow: int
     bytes_an_access: float
     waves: float
+    held: int
     instructions_a_byte: float
     registers: int
     lds_bytes: int
@@ -51,7 +54,8 @@ class Rank:
     @property
     def key(self) -> tuple[float, ...]:
         """Smaller is better."""
-        return (self.spills, self.narrow, -round(self.bytes_an_access / 4), -self.waves, self.instructions_a_byte)
+        wide, work = round(self.bytes_an_access / 4), round(self.instructions_a_byte, 1)
+        return (self.spills, self.narrow, -wide, -self.waves, -self.held, work)
 
     def worst(self, other: Rank) -> Rank:
         """The worse of each, for a configuration at two shapes."""
@@ -60,14 +64,15 @@ class Rank:
             max(self.narrow, other.narrow),
             min(self.bytes_an_access, other.bytes_an_access),
             min(self.waves, other.waves),
+            min(self.held, other.held),
             max(self.instructions_a_byte, other.instructions_a_byte),
             max(self.registers, other.registers),
             max(self.lds_bytes, other.lds_bytes),
         )
 
 
-def rank(codes: Sequence[static.Code]) -> Rank:
-    """The rank of the kernels of one launch."""
+def rank(codes: Sequence[static.Code], config: Mapping[str, int]) -> Rank:
+    """The rank of the kernels of one launch with a configuration."""
     facts = [code.facts for code in codes]
 
     def total(*names: str) -> int:
@@ -80,6 +85,7 @@ def rank(codes: Sequence[static.Code]) -> Rank:
         narrow=total("narrow_memory_instructions"),
         bytes_an_access=round((loaded + stored) / total("load_instructions", "store_instructions"), 2),
         waves=min(fact["waves_per_simd"] for fact in facts),
+        held=config.get("held", 0),
         instructions_a_byte=round(total("region_instructions") / loaded, 3),
         registers=max(fact["vgprs"] for fact in facts),
         lds_bytes=max(fact["lds_bytes"] for fact in facts),
@@ -108,7 +114,7 @@ def sample(space: sweep.Space, shapes: Sequence[sweep.Shape], arch: device.Arch,
         kept = random.Random(kernels.SEED).sample(range(len(every)), most)
         every = [every[place] for place in sorted(kept)]
     today = _fields(space.rows[arch.name, space.size_class(shapes[0])])
-    return [dict(one) for one in dict.fromkeys([*every, today])]
+    return [dict(one) for one in dict.fromkeys([today, *every])]
 
 
 def _fields(config: sweep.Config) -> tuple[tuple[str, int], ...]:
@@ -139,7 +145,7 @@ def rank_class(op: str, shapes: list[sweep.Shape], arch: device.Arch, most: int,
     answers = ask(shapes[0], configs)
     reasons = [rejected(answer, arch) for answer in answers]
     rows = [
-        (config, rank(answer.codes))
+        (config, rank(answer.codes, config))
         for config, answer, reason in zip(configs, answers, reasons, strict=True)
         if reason is None
     ]
@@ -148,7 +154,7 @@ def rank_class(op: str, shapes: list[sweep.Shape], arch: device.Arch, most: int,
         again = ask(shape, [config for config, _ in rows])
         reasons += [rejected(answer, arch) for answer in again]
         rows = [
-            (config, before.worst(rank(answer.codes)))
+            (config, before.worst(rank(answer.codes, config)))
             for (config, before), answer in zip(rows, again, strict=True)
             if rejected(answer, arch) is None
         ]

@@ -34,8 +34,9 @@ def test_tables_are_those_of_the_sweeps(space: sweep.Space, found: list[tables.S
     """
     rows = tables.swept(space, found)
     source = Path(space.module.__file__).read_text(encoding="utf-8")
-    assert tables.replaced(source, space.table, tables.lines(rows)) == source
     assert rows == {key: space.rows[key] for key in rows}
+    made = tables.replaced(source, space.table, tables.lines(rows)) == source
+    assert made, f"{space.table}: not the rows of the files; run `python -m suites.perf.tables --write`"
     claims = {key: row.measured for key, row in space.rows.items() if key not in rows and row.measured not in BY_HAND}
     assert claims == {}
 

@@ -22,7 +22,6 @@ and "done" for speed is only what a GPU has timed.
 from __future__ import annotations
 
 import datetime
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -106,21 +105,6 @@ def rejected(answer: static.Answer, arch: device.Arch) -> str | None:
     return None
 
 
-def sample(space: sweep.Space, shapes: Sequence[sweep.Shape], arch: device.Arch, most: int) -> list[dict[str, int]]:
-    """Configurations of a size class to compile: those that every shape allows, or `most` of them, and today's row."""
-    allowed = [set(map(_fields, space.configs(shape, arch))) for shape in shapes]
-    every = [one for one in map(_fields, space.configs(shapes[0], arch)) if all(one in among for among in allowed)]
-    if len(every) > most:
-        kept = random.Random(kernels.SEED).sample(range(len(every)), most)
-        every = [every[place] for place in sorted(kept)]
-    today = _fields(space.rows[arch.name, space.size_class(shapes[0])])
-    return [dict(one) for one in dict.fromkeys([today, *every])]
-
-
-def _fields(config: sweep.Config) -> tuple[tuple[str, int], ...]:
-    return tuple((name, value) for name, value in asdict(config).items() if name != "measured")
-
-
 @dataclass(frozen=True)
 class Ranked:
     """One size class. rows: (configuration, rank), best first. rejected: reason -> how many. compiled: of how many."""
@@ -141,7 +125,7 @@ def rank_class(op: str, shapes: list[sweep.Shape], arch: device.Arch, most: int,
             [static.Job(op, shape, "bf16", space.fmt(arch), config, arch.name) for config in configs], jobs
         )
 
-    configs = sample(space, shapes, arch, most)
+    configs = [sweep.fields(config) for config in sweep.sampled(space, shapes, arch, most)]
     answers = ask(shapes[0], configs)
     reasons = [rejected(answer, arch) for answer in answers]
     rows = [

@@ -462,22 +462,47 @@ def _inputs(op: str, shape: Shape, where: torch.device, count: int) -> list[kern
     return [kernels.OPS[op].inputs(row, generator) for _ in range(count)]
 
 
-def sweep_shape(
-    op: str, shape: Shape, where: torch.device, found: device.Detected, rounds: int, jobs: int, most: int
-) -> list[dict[str, object]]:
-    """Time every configuration on bf16 inputs of a shape: rows of {config, us, share_of_copy}, fastest first.
+def sampled(space: Space, shapes: Sequence[Shape], arch: device.Arch, most: int) -> list[Config]:
+    """The configurations to try on the shapes of one size class: today's row, and those that every shape allows.
 
-    Of more than `most` configurations a seeded sample is taken. One that this GPU refuses (registers, shared memory) is
-    named on stderr and left out; one that gives wrong bits raises AssertionError.
+    Of more than `most` a seeded sample, the same for each shape: a compromise is among those that ran on all of them.
+    """
+    allowed = [set(map(_fields, space.configs(shape, arch))) for shape in shapes]
+    every = [one for one in map(_fields, space.configs(shapes[0], arch)) if all(one in among for among in allowed)]
+    if len(every) > most:
+        kept = random.Random(kernels.SEED).sample(range(len(every)), most)
+        every = [every[place] for place in sorted(kept)]
+    today = _fields(space.rows[arch.name, space.size_class(shapes[0])])
+    return [space.make(**dict(one), measured="") for one in dict.fromkeys([today, *every])]
+
+
+def _fields(config: Config) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in asdict(config).items() if name != "measured")
+
+
+def fields(config: Config) -> dict[str, int]:
+    """A configuration without its `measured`."""
+    return dict(_fields(config))
+
+
+def sweep_shape(
+    op: str,
+    shape: Shape,
+    where: torch.device,
+    found: device.Detected,
+    every: Sequence[Config],
+    rounds: int,
+    jobs: int,
+) -> list[dict[str, object]]:
+    """Time configurations on bf16 inputs of a shape: rows of {config, us, share_of_copy}, fastest first.
+
+    One that this GPU refuses (registers, shared memory) is named on stderr and left out; one that gives wrong bits
+    raises AssertionError.
     """
     space = SPACES[op]
     fmt = formats.get(space.fmt(found.arch))
-    target = found.target.name
     moved = kernels.OPS[op].bytes_moved(kernels.Row(op, shape, torch.bfloat16, None, None))
-    every = list(space.configs(shape, found.target))
-    if len(every) > most:
-        kept = random.Random(kernels.SEED).sample(range(len(every)), most)
-        every = [every[n] for n in sorted(kept)]
+    target = found.target.name
     if jobs > 1:
         with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(_compile, *zip(*((op, shape, fmt.name, every[n::jobs]) for n in range(jobs)), strict=True)))
@@ -500,7 +525,7 @@ def sweep_shape(
     timed = timing.measure(candidates, rounds)
     rows = [
         {
-            "config": {n: v for n, v in asdict(configs[c.name]).items() if n != "measured"},
+            "config": fields(configs[c.name]),
             "us": timed[c.name].median_ns / 1e3,
             "share_of_copy": timing.share_of_copy(timed[c.name], moved, timed["copy"], copy.bytes_moved),
         }
@@ -537,7 +562,7 @@ def as_text(document: dict[str, object]) -> str:
 
 def _name(config: Config) -> str:
     """A configuration's values in the order of its fields: 32/512/16/1/4/0/0."""
-    return "/".join(str(int(value)) for name, value in asdict(config).items() if name != "measured")
+    return "/".join(str(int(value)) for value in fields(config).values())
 
 
 def _shape(text: str) -> Shape:
@@ -569,18 +594,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = torch.device("cuda", torch.cuda.current_device())
     found = device.detect(where)
     space = SPACES[options.op]
-    by_class: dict[str, list[list[dict[str, object]]]] = {}
-    results = []
+    by_class: dict[str, list[Shape]] = {}
     for shape in options.shapes or space.shapes:
-        rows = sweep_shape(options.op, shape, where, found, options.rounds, options.jobs, options.most)
-        by_class.setdefault(space.size_class(shape), []).append(rows)
-        results.append({"shape": list(shape), "rows": rows})
-        case = kernels.Row(options.op, shape, torch.bfloat16, None, None).case(space.fmt(found.arch))
-        print(f"{case}: {len(rows)} configurations, worst {rows[-1]['us']:.1f} us; {', '.join(rows[0]['config'])}")
-        for row in rows[: options.shown]:
-            values = "/".join(str(int(value)) for value in row["config"].values())
-            print(f"    {values:32} {row['us']:8.1f} us {row['share_of_copy']:.3f} of copy", flush=True)
-    best = {name: compromise(shapes) for name, shapes in by_class.items()}
+        by_class.setdefault(space.size_class(shape), []).append(shape)
+    results, timed = [], {}
+    for name, shapes in by_class.items():
+        every = sampled(space, shapes, found.target, options.most)
+        for shape in shapes:
+            rows = sweep_shape(options.op, shape, where, found, every, options.rounds, options.jobs)
+            timed.setdefault(name, []).append(rows)
+            results.append({"shape": list(shape), "rows": rows})
+            case = kernels.Row(options.op, shape, torch.bfloat16, None, None).case(space.fmt(found.arch))
+            print(f"{case}: {len(rows)} configurations, worst {rows[-1]['us']:.1f} us; {', '.join(rows[0]['config'])}")
+            for row in rows[: options.shown]:
+                values = "/".join(str(int(value)) for value in row["config"].values())
+                print(f"    {values:32} {row['us']:8.1f} us {row['share_of_copy']:.3f} of copy", flush=True)
+    best = {name: compromise(shapes) for name, shapes in timed.items()}
     for name, row in best.items():
         print(f"{options.op} {name}: {row['config']}, {row['geomean_slowdown']:.3f} of each shape's best")
     if options.json:

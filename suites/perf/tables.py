@@ -202,8 +202,7 @@ def settle(space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool) -
     for key, one in deciding(space, found).items():
         while True:
             config = one.chosen(key[1]).config
-            live = {name: value for name, value in asdict(space.rows[key]).items() if name != "measured"}
-            if config == live and not every:
+            if config == sweep.fields(space.rows[key]) and not every:
                 break
             broken, triton = _broken(one, key[1], config, jobs)
             verdict = broken[0].splitlines()[0] if broken else "breaks no rule"

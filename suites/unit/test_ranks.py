@@ -95,17 +95,16 @@ def test_rejected(found: static.Answer, reason: str | None) -> None:
 
 
 def test_the_sample() -> None:
-    """At most so many configurations, all allowed at every shape, the same each time; today's row is the first."""
-    space, arch = sweep.SPACES["rowwise"], device.lookup("gfx942")
-    shapes = [(16640, 5120), (32768, 7168)]
-    found = ranks.sample(space, shapes, arch, 7)
-    assert found == ranks.sample(space, shapes, arch, 7)
-    assert len(found) in (7, 8)
-    row = space.rows["gfx942", "k<=8192"]
-    assert found[0] == {"rows": row.rows, "block": row.block, "num_warps": row.num_warps}
+    """Today's row, and so many configurations that are allowed at every shape of the class; the same each time."""
+    space, arch = sweep.SPACES["experts_both"], device.lookup("gfx942")
+    shapes = [(64, 1408, 2048), (64, 2048, 1408), (32, 2048, 7168)]
+    today, *others = sweep.sampled(space, shapes, arch, 7)
+    assert [today, *others] == sweep.sampled(space, shapes, arch, 7)
+    assert sweep.fields(today) == sweep.fields(space.rows["gfx942", "n<=2048"])
+    assert len(others) == 7
     for shape in shapes:
-        allowed = [ranks._fields(config) for config in space.configs(shape, arch)]
-        assert all(tuple(one.items()) in allowed for one in found[1:])
+        allowed = list(space.configs(shape, arch))
+        assert all(config in allowed for config in others), shape
 
 
 def test_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

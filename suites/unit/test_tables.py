@@ -192,7 +192,7 @@ def test_a_launch_compiles_what_codegen_does(op: str, arch: str) -> None:
     shape, case = COMPILED[op]
     space = sweep.SPACES[op]
     fmt = space.fmt(device.lookup(arch))
-    config = {n: v for n, v in asdict(space.rows[arch, space.size_class(shape)]).items() if n != "measured"}
+    config = sweep.fields(space.rows[arch, space.size_class(shape)])
     last = static.launched(static.Job(op, shape, "bf16", fmt, config, arch))[-1]
     (expected,) = [spec for spec in space.module.compile_specs(arch) if spec.case == case.format(fmt)]
     free = [name for name, value in expected.constexprs.items() if value == 1 and name in last.signature]
@@ -279,3 +279,38 @@ def test_spaces_keep_to_the_arch(arch: str) -> None:
         )
         == []
     )
+
+
+def test_a_sweep_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sweep writes is what the tables read: one sample a class, times a shape, the compromise of both.
+
+    The GPU is a stand-in: sm_90, and a time that grows with the rows of a program.
+    """
+    row = device.lookup("sm_90")
+    tried: dict[sweep.Shape, list[str]] = {}
+
+    def timed(
+        op: str, shape: sweep.Shape, where: object, found: object, every: Any, *_: object
+    ) -> list[dict[str, Any]]:
+        tried[shape] = [str(config) for config in every]
+        rows = [{"config": sweep.fields(c), "us": c.rows + shape[1] / 1e4, "share_of_copy": 0.5} for c in every]
+        return sorted(rows, key=lambda row: row["us"])
+
+    monkeypatch.setattr(sweep.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sweep.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sweep.device, "detect", lambda _: device.Detected(row, row, "a stand-in", False))
+    monkeypatch.setattr(sweep.kernels, "provenance", lambda *_: {"triton": "3.9.0"})
+    monkeypatch.setattr(sweep, "sweep_shape", timed)
+    path = tmp_path / "gpu" / "sweep-rowwise.json"
+    path.parent.mkdir()
+    shapes = ["16640x5120", "32768x7168", "4096x28672"]
+    assert sweep.main(["rowwise", "--most", "8", "--shapes", *shapes, "--json", str(path)]) == 0
+    assert tried[16640, 5120] == tried[32768, 7168] != tried[4096, 28672]
+    assert len(tried[16640, 5120]) in (8, 9)
+    (one,) = tables.files(tmp_path)
+    document = json.loads(path.read_text())
+    assert one.timed
+    assert {name: found[0].config for name, found in one.classes.items()} == {
+        name: best["config"] for name, best in document["compromise"].items()
+    }
+    assert tables.swept(SPACE, [one])["sm_90", "k<=8192"].measured == "0.50 of a copy: gpu/sweep-rowwise.json"

@@ -86,7 +86,7 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
     stamp = started.strftime("%Y%m%dT%H%M%SZ")
     default = request.root / "evidence" / f"{request.platform.id}-{stamp}-{run_id}"
     out = (request.out or default).absolute()
-    with _only_run_in(out), _stop_signals() as stopped:
+    with _only_run_in(out), stop_signals() as stopped:
         prepare_folder(out)
         machine = _probe(request, stopped)
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
@@ -402,7 +402,7 @@ def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Jour
 
 
 @contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
+def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGINT, SIGTERM and SIGHUP set, instead of raising somewhere between two writes.
 
     Outside the main thread Python allows no handlers; there the caller's own stay in force.

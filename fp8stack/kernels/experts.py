@@ -27,7 +27,7 @@ with known scales, in tiles, the last one first: what the rows read last is stil
 Not here: activations, whose groups are ranges of rows (colwise.py).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -72,23 +72,21 @@ def _rows_of(targets: tuple[str, ...], *configs):
 
 _UNMEASURED = "not measured yet"
 _INTERPRETER = "interpreter, not timed"
-_NVIDIA = ("sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70")
+_NVIDIA = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70")
 _CDNA = ("gfx942", "gfx950", "gfx940", "gfx941", "gfx90a", "gfx908")
 _RDNA = ("gfx1200", "gfx1201", *(f"gfx{n}" for n in (1100, 1101, 1102, 1103, 1150, 1151, 1152, 1153)))
 
 # (target, size class) -> configuration. rows * columns of a chunk: parts times 16 bytes a thread.
-_TRANSPOSED_SM_90 = (
-    TransposedConfig(32, 512, 8, 1, 8, 2, False, _UNMEASURED),
-    TransposedConfig(32, 512, 8, 2, 8, 2, False, _UNMEASURED),
-    TransposedConfig(32, 512, 8, 1, 8, 2, True, "H200, E32 N2048 K7168: 0.73 of a copy; all held in registers: 0.70"),
-    TransposedConfig(32, 512, 8, 1, 8, 2, True, _UNMEASURED),
-    TransposedConfig(128, 256, 8, 0, 16, 0, False, "H200: 0.61 of a copy"),
-    TransposedConfig(128, 256, 8, 0, 16, 0, False, _UNMEASURED),
-)
-
 TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
-    **_rows_of(("sm_90",), *_TRANSPOSED_SM_90),
-    **_rows_of(_NVIDIA, *(replace(row, measured=_UNMEASURED) for row in _TRANSPOSED_SM_90)),
+    **_rows_of(
+        _NVIDIA,
+        TransposedConfig(32, 512, 8, 1, 8, 2, False, _UNMEASURED),
+        TransposedConfig(32, 512, 8, 2, 8, 2, False, _UNMEASURED),
+        TransposedConfig(32, 512, 8, 1, 8, 2, True, _UNMEASURED),
+        TransposedConfig(32, 512, 8, 1, 8, 2, True, _UNMEASURED),
+        TransposedConfig(128, 256, 8, 0, 16, 0, False, _UNMEASURED),
+        TransposedConfig(128, 256, 8, 0, 16, 0, False, _UNMEASURED),
+    ),
     # Waves of 64.
     **_rows_of(
         _CDNA,
@@ -118,7 +116,7 @@ def _both_rows_of(targets: tuple[str, ...], *configs: BothConfig) -> dict[tuple[
 # (target, column_maxima.width_class) -> configuration. A chunk of a row: 16 elements a thread, or a multiple.
 BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
     **_both_rows_of(
-        ("sm_90", *_NVIDIA),
+        _NVIDIA,
         BothConfig(64, 2, 2048, 4, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
         BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
         BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),

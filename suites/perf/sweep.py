@@ -441,7 +441,7 @@ SPACES: dict[str, Space] = {
         lambda inputs, fmt: experts.quantize_experts_both_reference(*inputs, fmt),
         _two_experts,
         lambda shape: column_maxima.width_class(shape[2], torch.bfloat16),
-        ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048)),
+        _EXPERTS,
     ),
 }
 

@@ -12,10 +12,13 @@ Three launches: the rows, `span` of one group at a time, which leave behind the 
 tiles of one group, the last tile first: what the rows read last is still in the cache. How a tile is spread over
 threads is colwise.py's matter, and so are gaps and NaN.
 
-How many rows a group has is known on the device only, so a program finds its group by counting the programs of the
-groups before. A launch has as many programs as the worst offs need; those that are left over stop. Rows past the last
-group are one more group to the first launch, whose maxima nobody reads, and so are the rows of the output past the last
-padded group to the third: its input has no rows, so its codes are zero.
+How many rows a group has is known on the device only. A launch has as many programs as the worst offs need; those that
+are left over stop. A program for rows finds its group by counting the programs of the groups before: a scan and some
+sums, which is little beside its rows. A tile of the cast is small, and so many wait for the like of it that this would
+be a third of their time; so the second launch writes down for each band of tiles where it lies, and a tile reads that.
+
+Rows past the last group are one more group to the first launch, whose maxima nobody reads, and so are the rows of the
+output past the last padded group to the third: its input has no rows, so its codes are zero.
 
 Layout: x any strides, fastest with unit stride along K; row codes (M, K) row-major and inverse scale (M,); column codes
 (M_pad, K) column-major and inverse scale (E, K); padded offs (E,).
@@ -165,31 +168,60 @@ def _quantize_rows_kernel(
         )  # fmt: skip
 
 
-@jit(do_not_specialize=["M", "E"])
+_BAND = tl.constexpr(8)  # int32 a band: group, first row of x, rows left, first row of q, rows left; three are unused
+
+
+@jit
+def _store_bands(bands, first, end, group, start, size, padded_start, padded_size, TILE_ROWS: tl.constexpr):
+    """Where the bands from first to end lie: those of one group, and after its last one bands without rows."""
+    for at in range(first, end, 128):
+        number = at + tl.arange(0, 128)
+        mask = number < end
+        row = (number - first) * TILE_ROWS
+        to = bands + number * _BAND
+        tl.store(to, tl.zeros_like(row) + group, mask=mask)
+        tl.store(to + 1, start + row, mask=mask)
+        tl.store(to + 2, size - row, mask=mask)
+        tl.store(to + 3, padded_start + row, mask=mask)
+        tl.store(to + 4, padded_size - row, mask=mask)
+
+
+@jit(do_not_specialize=["M", "E", "m_pad_blocks", "most_bands"])
 def _column_scales_kernel(
     partial,
     scale,
     inverse_scale,
+    bands,
     offs,
     padded_offs,
     M,
     K,
     E,
+    m_pad_blocks,
+    most_bands,
     LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     SPAN: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     POW2: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Scales of a block of columns of a group; and the group's padded end."""
+    """Scales of a block of columns of a group; and once a group its padded end, and where its bands of tiles lie."""
     block, group = tl.program_id(0), tl.program_id(1)
     starts, sizes = groups.extents(offs, M, E, LANES)
-    _start, size, padded_start, padded_size, _total = groups.bounds_of(starts, sizes, group, LANES, ALIGNMENT)
+    start, size, padded_start, padded_size, total = groups.bounds_of(starts, sizes, group, LANES, ALIGNMENT)
+    lanes = tl.arange(0, LANES)
     if block == 0:
         tl.store(padded_offs + group, padded_start + padded_size)
-    before = tl.sum(tl.where(tl.arange(0, LANES) < group, tl.cdiv(sizes, SPAN), 0), 0).to(tl.int64)
+        of_each = tl.cdiv((sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT, TILE_ROWS)
+        first = tl.sum(tl.where(lanes < group, of_each, 0), 0)
+        end = first + tl.cdiv(padded_size, TILE_ROWS)
+        _store_bands(bands, first, end, group, start, size, padded_start, padded_size, TILE_ROWS)
+        if group == E - 1:
+            _store_bands(bands, end, most_bands, E, M, 0, total, m_pad_blocks * 16 - total, TILE_ROWS)
+    before = tl.sum(tl.where(lanes < group, tl.cdiv(sizes, SPAN), 0), 0).to(tl.int64)
     to = group.to(tl.int64) * K
     column_maxima.store_scales(
         partial + before * K, tl.cdiv(size, SPAN), scale + to, inverse_scale + to, block, K, ROWS, COLUMNS, POW2, MAX
@@ -219,21 +251,18 @@ def _store_nan_codes(
     tl.store(pointers, tl.broadcast_to(codes, pointers.shape), mask=mask[:, :, :, None])
 
 
-@jit(do_not_specialize=["M", "E", "m_pad_blocks", "tiles", "column_stride"])
+@jit(do_not_specialize=["E", "m_pad_blocks", "tiles", "column_stride"])
 def _cast_columns_kernel(
     x,
     q,
     scale,
-    offs,
-    M,
+    bands,
     K,
     E,
     m_pad_blocks,
     tiles,
     row_stride,
     column_stride,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -251,33 +280,28 @@ def _cast_columns_kernel(
     """Column codes of a tile of a padded group with known scales, the last tile first."""
     blocks = tl.cdiv(K, COLUMNS)
     number = tiles - 1 - tl.program_id(0)
-    starts, sizes = groups.extents(offs, M, E, LANES)
-    bands = tl.cdiv((sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT, ROWS)
-    group, band = _place(bands, number // blocks, E, LANES)
-    start, size, padded_start, padded_size, total = groups.bounds_of(starts, sizes, group, LANES, ALIGNMENT)
+    band = bands + number // blocks * _BAND
+    group, row, size = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    # Multiples of 16 to the compiler too.
+    padded_row, padded_size = tl.load(band + 3) // 16 * 16, tl.load(band + 4) // 16 * 16
     m_pad = m_pad_blocks * 16
-    # A multiple of 16 to the compiler too.
-    padded_size = tl.where(group < E, padded_size, m_pad - total) // 16 * 16
-    at = band * ROWS
-    if at < padded_size:
+    if padded_size > 0:
         columns = colwise.column_tile(number % blocks, COLUMNS, C, LANES_LAST)
-        x_group = x + start.to(tl.int64) * row_stride
-        q_group = q + padded_start
+        x_band = x + row.to(tl.int64) * row_stride
+        q_band = q + padded_row
         parts = colwise.load_parts(
-            x_group, at, size, columns, K, row_stride, column_stride, ROWS, PARTS, UNIT_STRIDE, LANES_LAST
+            x_band, 0, size, columns, K, row_stride, column_stride, ROWS, PARTS, UNIT_STRIDE, LANES_LAST
         )
         mask = columns < tl.where(group < E, K, 0)
         factor = tl.load(scale + group.to(tl.int64) * K + columns, mask=mask, other=1.0)
         colwise.store_parts(
-            q_group, parts, factor, at, size, padded_size, columns, K, m_pad, ROWS, PARTS, False, LANES_LAST,
+            q_band, parts, factor, 0, size, padded_size, columns, K, m_pad, ROWS, PARTS, False, LANES_LAST,
             MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
         bits = factor.to(tl.int32, bitcast=True)
         if tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0) > 0x7F800000:
             poisoned = (columns < K) & (bits > 0x7F800000)
-            _store_nan_codes(
-                q_group + at, size - at, padded_size - at, columns, poisoned, m_pad, ROWS, PARTS, LANES_LAST, NAN_CODE
-            )
+            _store_nan_codes(q_band, size, padded_size, columns, poisoned, m_pad, ROWS, PARTS, LANES_LAST, NAN_CODE)
 
 
 def launch_rowwise_and_colwise(
@@ -302,7 +326,8 @@ def launch_rowwise_and_colwise(
     # Each group, and the rows past the last one, can end in a program with few rows, or in a tile with few.
     span = row.span_of(k, x.dtype)
     programs = m // span + e + 1
-    tiles = (m_pad // row.tile_rows(x.dtype) + e + 1) * -(-k // row.columns)
+    most_bands = m_pad // row.tile_rows(x.dtype) + e + 1
+    bands = torch.empty((most_bands, _BAND.value), dtype=torch.int32, device=x.device)
     partial = torch.empty((programs, k), dtype=elements.dtype, device=x.device)
     scale = torch.empty((e, k), dtype=torch.float32, device=x.device)
     rows, scales, columns = _constexprs(x.dtype, e, k, fmt, pow2, alignment, row, target)
@@ -329,22 +354,25 @@ def launch_rowwise_and_colwise(
             partial,
             scale,
             column_inverse_scale,
+            bands,
             offs,
             padded_offs,
             m,
             k,
             e,
+            m_pad // 16,
+            most_bands,
             **scales,
             num_warps=column_maxima.SCALE_WARPS,
             **LAUNCH_OPTIONS,
         )
         if k and m_pad:
+            tiles = most_bands * -(-k // row.columns)
             _cast_columns_kernel[(tiles,)](
                 elements,
                 column_q,
                 scale,
-                offs,
-                m,
+                bands,
                 k,
                 e,
                 m_pad // 16,
@@ -371,12 +399,14 @@ def _constexprs(
     """What the three kernels are compiled for; beside it, whether the stride along K is 1."""
     as_columns = colwise.ColwiseConfig(row.columns, row.rows, row.parts, 0, row.num_warps, row.programs, row.measured)
     columns = colwise.constexprs(dtype, e, fmt, pow2, alignment, as_columns, target)
-    del columns["HELD"], columns["POW2"]
+    for name in ("HELD", "POW2", "LANES", "ALIGNMENT"):
+        del columns[name]
     lanes = groups.lanes(e)
     scales = {
         "LANES": lanes,
         "ALIGNMENT": alignment,
         "SPAN": row.span_of(k, dtype),
+        "TILE_ROWS": columns["ROWS"],
         "ROWS": column_maxima.SCALE_ROWS,
         "COLUMNS": column_maxima.SCALE_COLUMNS,
         "POW2": pow2,
@@ -456,8 +486,9 @@ def _compile_specs(fmt: formats.Format, dtype: torch.dtype, e: int, k: int, targ
     row = launch.config(ROWWISE_AND_COLWISE_CONFIGS, target, size_class(e, k, dtype))
     rows, _, columns = _constexprs(dtype, e, k, fmt, True, groups.MULTIPLE, row, target)
     row_pointers = {"x": _POINTERS[dtype], "q": "*u8", "inverse_scale": "*fp32", "partial": _POINTERS[dtype]}
-    column_pointers = {"x": _POINTERS[dtype], "q": "*u8", "scale": "*fp32"}
-    column_sizes = ("M", "K", "E", "m_pad_blocks", "tiles", "row_stride")
+    row_pointers["offs"] = "*i32"
+    column_pointers = {"x": _POINTERS[dtype], "q": "*u8", "scale": "*fp32", "bands": "*i32"}
+    column_sizes = ("K", "E", "m_pad_blocks", "tiles", "row_stride")
     case = f"{fmt.name}-{_INPUT_NAMES[dtype]}-e{e}-k{k}"
     return [
         _spec(
@@ -474,12 +505,13 @@ def _compile_specs(fmt: formats.Format, dtype: torch.dtype, e: int, k: int, targ
 def _scales_spec(fmt: formats.Format, e: int, k: int, target: str) -> CompileSpec:
     row = launch.config(ROWWISE_AND_COLWISE_CONFIGS, target, size_class(e, k))
     _, scales, _ = _constexprs(torch.bfloat16, e, k, fmt, True, groups.MULTIPLE, row, target)
-    pointers = {"partial": "*i16", "scale": "*fp32", "inverse_scale": "*fp32", "offs": "*i32", "padded_offs": "*i32"}
+    pointers = {"partial": "*i16", "scale": "*fp32", "inverse_scale": "*fp32"}
+    pointers.update(dict.fromkeys(("bands", "offs", "padded_offs"), "*i32"))
     return CompileSpec(
         kernel=_column_scales_kernel,
         case=f"rowwise-and-colwise-scales-{fmt.name}-bf16-e{e}-k{k}",
         fmt=fmt.name,
-        signature={**pointers, **dict.fromkeys(("M", "K", "E"), "i32")},
+        signature={**pointers, **dict.fromkeys(("M", "K", "E", "m_pad_blocks", "most_bands"), "i32")},
         constexprs=scales,
         num_warps=column_maxima.SCALE_WARPS,
         divisible=(*pointers, "K"),
@@ -488,8 +520,7 @@ def _scales_spec(fmt: formats.Format, e: int, k: int, target: str) -> CompileSpe
     )
 
 
-def _spec(kernel, case, fmt, target, tensors, sizes, constexprs, launched) -> CompileSpec:
-    pointers = {**tensors, "offs": "*i32"}
+def _spec(kernel, case, fmt, target, pointers, sizes, constexprs, launched) -> CompileSpec:
     return CompileSpec(
         kernel=kernel,
         case=f"rowwise-and-colwise-{case}",

@@ -382,8 +382,8 @@ def test_neighbours(op: str, fmt: str, dtype: str, word: str, seed: int, quantiz
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
-# (rows, columns, elements from row to row, end of the first group, transposed): the start of a group, a block of rows in
-# one, a row in a block, a chunk of rows and a column are beyond 2^31 elements.
+# (rows, columns, elements from row to row, end of the first group, transposed): the start of a group, a block of rows,
+# a row in a block, a chunk of rows and a column are beyond 2^31 elements.
 FAR: dict[str, tuple[int, int, int, int, bool]] = {
     "rows": (19, 5, 2**27, 17, False),
     "parts": (11, 5, 2**28, 9, False),

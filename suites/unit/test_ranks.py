@@ -110,7 +110,7 @@ def test_the_sample() -> None:
 def test_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Best first by the rule, ten a class at most, the worst shape counts; the tables read it and call it untimed.
 
-    The compiler is a stand-in whose code is worse for larger blocks, and spills at the second shape of three for the best one.
+    The compiler is a stand-in whose code is worse for larger blocks and, for the best one, spills at the second shape.
     """
 
     def compiled(jobs: Sequence[static.Job], processes: int = 1) -> list[static.Answer]:

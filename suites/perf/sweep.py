@@ -31,6 +31,7 @@ import torch
 from fp8stack import _triton, device, formats
 from fp8stack.kernels import (
     blockwise,
+    column_maxima,
     colwise,
     experts,
     mxfp8,
@@ -121,30 +122,43 @@ def _transposed_configs(shape: Shape, arch: device.Arch) -> Iterator[experts.Tra
                             yield experts.TransposedConfig(columns, rows, parts, held, warps, programs, hints, "")
 
 
-def _both_configs(shape: Shape, arch: device.Arch) -> Iterator[experts.BothConfig]:
-    k = shape[2]
-    for column in _transposed_configs(shape, arch):
-        threads = column.num_warps * arch.wave_size
-        if column.columns > 64 or (column.hints and column.parts == 8):
+def _column_maxima_configs(k: int, turned: Sequence[Config], arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
+    """Launches follow one another, so the best of each is the best of all: rows vary beside one tile of the turned cast
+    (of its own configurations), then tiles beside one way to take rows. A thread has 16 elements of each chunk.
+    """
+    rows = []
+    for warps in (1, 2, 4, 8, 16):
+        threads = warps * arch.wave_size
+        block = MIN_ELEMENTS_A_CHUNK * threads
+        chunks = -(-k // block)
+        a_row = MIN_ELEMENTS_A_CHUNK * chunks  # elements of a thread, whose maxima take a register each
+        if threads > arch.threads or block * chunks >= 2 * k + 512:
             continue
         for row_rows in (1, 2, 4, 8):
-            a_thread = row_rows * 2048 / threads
-            if a_thread < MIN_ELEMENTS_A_CHUNK / 2 or row_rows * k / threads > MAX_ELEMENTS_A_THREAD / 2:
-                continue
-            for together in (1, 4, 1 << 20):
-                yield experts.BothConfig(
-                    row_rows,
-                    2048,
-                    min(together, shape[0]),
-                    column.columns,
-                    column.rows,
-                    column.parts,
-                    column.held,
-                    column.num_warps,
-                    column.programs,
-                    column.hints,
-                    "",
-                )
+            for ahead in (False, True):
+                held = row_rows * (a_row // 2 * (1 + ahead) + MIN_ELEMENTS_A_CHUNK // 2)
+                if a_row + held + CODE_REGISTERS <= min(arch.registers // threads, arch.thread_registers):
+                    rows.append((row_rows, block, warps, ahead))
+    tile = min(turned, key=lambda t: (abs(t.rows * t.columns - 16384), abs(t.columns - 64), -t.parts, t.programs))
+    beside = min(rows, key=lambda row: (abs(row[2] - 4), row))
+    for span in (16, 32, 64, 128):
+        for row in rows:
+            for hints in (False, True):
+                yield _both_config(span, row, hints, tile)
+    for other in turned:
+        if other is not tile:
+            yield _both_config(64, beside, False, other)
+
+
+def _both_config(span: int, row: tuple[int, int, int, bool], hints: bool, tile: Config) -> column_maxima.BothConfig:
+    return column_maxima.BothConfig(
+        span, *row, hints, tile.rows, tile.columns, tile.parts, tile.num_warps, tile.programs, ""
+    )
+
+
+def _both_configs(shape: Shape, arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
+    turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and not tile.hints]
+    return _column_maxima_configs(shape[2], turned, arch)
 
 
 def _tensorwise_configs(shape: Shape, arch: device.Arch) -> Iterator[tensorwise.TensorwiseConfig]:
@@ -282,30 +296,23 @@ def _mxfp8_space(dim: int) -> Space:
 
 
 def _rowwise_grouped_configs(shape: Shape, arch: device.Arch) -> Iterator[rowwise_grouped.RowwiseGroupedConfig]:
-    """A thread has 16 neighbouring elements, or a few times as many, of the chunk that is held."""
-    for block in (128, 256, 512, 1024, 2048):
-        for warps in (1, 2, 4, 8):
+    """A thread has 16 neighbouring elements, or some times as many, of each chunk that is held."""
+    for block in (128, 256, 512):
+        for warps in (1, 2, 4):
             for elements in (16, 32, 64):
                 rows = warps * arch.wave_size * elements // block
-                for threads in (512, 768, 1024) if rows else ():
-                    yield rowwise_grouped.RowwiseGroupedConfig(
-                        rows, block, warps, threads // (warps * arch.wave_size), ""
-                    )
+                for held in (1, 2, 4, 8):
+                    registers = elements * held // 2  # of a thread for bf16
+                    for threads in (512, 768, 1024) if rows else ():
+                        fits = registers + CODE_REGISTERS / 2 <= arch.registers // threads and block * held <= 2048
+                        if fits:
+                            programs = threads // (warps * arch.wave_size)
+                            yield rowwise_grouped.RowwiseGroupedConfig(rows, block, held, warps, programs, "")
 
 
-def _rowwise_and_colwise_configs(
-    shape: Shape, arch: device.Arch
-) -> Iterator[rowwise_and_colwise.RowwiseAndColwiseConfig]:
-    k = shape[1]
-    for column in _colwise_configs(shape, arch):
-        if column.parts == 8 or column.columns == 128 or column.held > 1:
-            continue
-        threads = column.num_warps * arch.wave_size
-        for row_rows in (1, 2, 4, 8):
-            for row_block in (1024, 2048, 4096):
-                a_chunk = row_rows * row_block / threads
-                if a_chunk >= MIN_ELEMENTS_A_CHUNK / 2 and row_rows * k / threads <= MAX_ELEMENTS_A_THREAD / 2:
-                    yield rowwise_and_colwise.RowwiseAndColwiseConfig(row_rows, row_block, **asdict(column))
+def _rowwise_and_colwise_configs(shape: Shape, arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
+    turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and not tile.hints]
+    return _column_maxima_configs(shape[1], turned, arch)
 
 
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:
@@ -424,7 +431,7 @@ SPACES: dict[str, Space] = {
         lambda inputs, fmt, config, target: experts.launch_both(*inputs, fmt, True, config, target),
         lambda inputs, fmt: experts.quantize_experts_both_reference(*inputs, fmt),
         _two_experts,
-        lambda shape: experts.size_class(shape[1]),
+        lambda shape: column_maxima.width_class(shape[2], torch.bfloat16),
         _EXPERTS,
     ),
 }

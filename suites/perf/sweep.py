@@ -40,6 +40,7 @@ from fp8stack.kernels import (
     rowwise_grouped,
     tensorwise,
 )
+from harness.isa import occupancy
 from suites.perf import kernels, timing
 
 MAX_ELEMENTS_A_THREAD = 128  # held as loaded, two bf16 a register; beyond it an sm_90 thread (255 registers) spills
@@ -585,9 +586,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=120, help="configurations a shape, at most (default 120)")
     parser.add_argument("--shown", type=int, default=6, help="configurations to print a shape (default 6)")
     parser.add_argument("--json", type=Path, help="write every time and where it comes from to this file")
-    parser.add_argument(
-        "--static", metavar="ARCH", choices=_triton.TARGETS, help="no GPU: rank by machine code for ARCH"
-    )
+    readable = [name for name in _triton.TARGETS if name in occupancy.UNITS]
+    parser.add_argument("--static", metavar="ARCH", choices=readable, help="no GPU: rank by machine code for ARCH")
     options = parser.parse_args(argv)
     if options.static:
         from suites.perf import ranks  # which imports this module

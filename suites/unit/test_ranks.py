@@ -110,7 +110,7 @@ def test_the_sample() -> None:
 def test_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Best first by the rule, ten a class at most, the worst shape counts; the tables read it and call it untimed.
 
-    The compiler is a stand-in whose code is worse for larger blocks, and spills at the second shape for the best one.
+    The compiler is a stand-in whose code is worse for larger blocks and, for the best one, spills at the second shape.
     """
 
     def compiled(jobs: Sequence[static.Job], processes: int = 1) -> list[static.Answer]:
@@ -128,9 +128,8 @@ def test_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     monkeypatch.setattr(static, "compile_all", compiled)
     file = tmp_path / "gfx942" / "sweep-rowwise.json"
-    assert (
-        sweep.main(["rowwise", "--static", "gfx942", "--shapes", "16640x5120", "32768x7168", "--json", str(file)]) == 0
-    )
+    shapes = ["16640x5120", "32768x7168", "8192x8192"]
+    assert sweep.main(["rowwise", "--static", "gfx942", "--shapes", *shapes, "--json", str(file)]) == 0
     out = capsys.readouterr().out
     document = json.loads(file.read_text())
     assert (document["kind"], document["target"], document["format"]) == ("static", "gfx942", "e4m3fnuz")

@@ -25,6 +25,7 @@ Not here: which faults there are (suites/mutations), verdicts (gate.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -35,16 +36,18 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from harness import capabilities, gate, junit, manifest, plan, platforms, run
 from harness.errors import VERDICTS, ConfigError, HarnessError, InfraError, UsageError, Verdict, worst_exit
-from harness.executor import Command, Ended
-from harness.local import LocalExecutor
+from harness.executor import Command, Ended, Executor
+from harness.forked import ForkedExecutor
 from harness.platforms import Platform
+from harness.result import Result
 
 FOLDER = Path("suites", "mutations")
 TABLE = "faults.toml"
@@ -55,6 +58,9 @@ COPIED = ("fp8stack", "harness", "suites", "baselines", "docker", "pyproject.tom
 DEADLINE = 120.0
 """Seconds for the named tests of one fault, which take a few: some faults make a kernel loop for ever."""
 
+SLOW_IMPORTS = ("torch", "torch._inductor.config", "triton.language", "numpy", "pytest")
+"""What test processes are forked with (forked.py): seconds each."""
+
 #: How the message of a test begins that raised something else than an assertion: with the exception's own name.
 _RAISED = re.compile(r"(?:\w+\.)*[A-Z]\w+(?:: |$)")
 
@@ -64,9 +70,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     name: str
     claim: str
-    archs: list[str]
-    red: list[str]
-    requires: list[str] = ["vendor:cpu"]
+    archs: tuple[str, ...]
+    red: tuple[str, ...]
+    requires: tuple[str, ...] = ("vendor:cpu",)
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -120,7 +126,7 @@ def _check(path: Path, fault: Fault) -> None:
         manifest.parse(test_id)
     known = {platform.arch for platform in platforms.PLATFORMS.values()}
     if not fault.archs or not set(fault.archs) <= known:
-        raise ConfigError(f"{where} has archs {fault.archs}", f"some of {', '.join(sorted(known))}", "correct it")
+        raise ConfigError(f"{where} has archs {list(fault.archs)}", f"some of {', '.join(sorted(known))}", "correct it")
     capabilities.parse(*fault.requires)
 
 
@@ -131,6 +137,11 @@ class Seen:
     id: str
     verdict: Verdict
     message: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the test saw nothing."""
+        return self.verdict in (Verdict.PASS, Verdict.IMPROVED)
 
     @property
     def asserted(self) -> bool:
@@ -155,11 +166,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """All outcomes, in the table's order. `unsound`: the named tests that do not pass on the unchanged tree."""
+    """All outcomes, in the table's order."""
 
     outcomes: tuple[Outcome, ...]
-    unsound: tuple[Seen, ...] = ()
-    seconds: float = 0.0
+    seconds: float
 
     @property
     def tried(self) -> int:
@@ -174,8 +184,8 @@ class SelfTest:
     @property
     def exit_code(self) -> int:
         """The worst of all outcomes. Nothing tried is not success."""
-        verdicts = [*(outcome.verdict for outcome in self.outcomes), *(seen.verdict for seen in self.unsound)]
-        return worst_exit(VERDICTS[verdict].exit_code for verdict in verdicts if verdict is not Verdict.SKIP)
+        verdicts = [outcome.verdict for outcome in self.outcomes if outcome.verdict is not Verdict.SKIP]
+        return worst_exit(VERDICTS[verdict].exit_code for verdict in verdicts)
 
 
 def execute(
@@ -209,23 +219,21 @@ def execute(
         fault.name: Outcome(fault, Verdict.SKIP, reason) for fault in chosen if (reason := _lacks(fault, machine))
     }
     tried = [fault for fault in chosen if fault.name not in outcomes]
-    unsound: tuple[Seen, ...] = ()
-    with tempfile.TemporaryDirectory(prefix="fp8ci-selftest-") as folder, run.stop_signals() as stopped:
-        bench = _Bench(root, platform, Path(folder), out, stopped, pytest_args, environment or {})
-        # Runs in threads leave the signals to us.
-        with ThreadPoolExecutor(plan.usable_cores()) as pool:
-            if tried:
-                unsound = pool.submit(bench.unsound, tried).result()
-            for number, outcome in enumerate(pool.map(bench.seed, tried if not unsound else ()), start=1):
-                outcomes[outcome.fault.name] = outcome
-                say(f"{number}/{len(tried)} {told(outcome)}")
-        if stopped.is_set():
-            unsound = ()
-            for fault in tried:
-                outcomes.setdefault(fault.name, Outcome(fault, Verdict.INTERRUPTED, "stopped before it was tried"))
-    for fault in tried:
-        outcomes.setdefault(fault.name, Outcome(fault, Verdict.SKIP, "the tests do not pass without it"))
-    return SelfTest(tuple(outcomes[fault.name] for fault in chosen), unsound, time.monotonic() - started)
+    cores = plan.usable_cores()
+    with (
+        contextlib.closing(ForkedExecutor(SLOW_IMPORTS)) as executor,
+        tempfile.TemporaryDirectory(prefix="fp8ci-selftest-") as folder,
+        run.stop_signals() as stopped,
+        ThreadPoolExecutor(cores) as pool,  # all runs are in threads, where they leave the signals to us
+    ):
+        bench = _Bench(root, platform, Path(folder), out, _Stoppable(executor, stopped), pytest_args, environment or {})
+        ids = sorted({test_id for fault in tried for test_id in fault.red})
+        parts = [ids[first::cores] for first in range(min(cores, len(ids)))]
+        unsound = {seen.id: seen for found in pool.map(bench.unsound, parts, range(cores)) for seen in found}
+        for number, outcome in enumerate(pool.map(partial(bench.seed, unsound=unsound), tried), start=1):
+            outcomes[outcome.fault.name] = outcome
+            say(f"{number}/{len(tried)} {told(outcome)}")
+    return SelfTest(tuple(outcomes[fault.name] for fault in chosen), time.monotonic() - started)
 
 
 def _lacks(fault: Fault, machine: capabilities.Capabilities) -> str:
@@ -245,35 +253,38 @@ class _Bench:
     platform: Platform
     folder: Path
     out: Path | None
-    stopped: threading.Event
+    executor: _Stoppable
     pytest_args: tuple[str, ...]
     environment: Mapping[str, str]
 
-    def unsound(self, faults: Sequence[Fault]) -> tuple[Seen, ...]:
-        """The named tests of all faults that do not pass without them."""
-        tree = self._copy("unchanged")
-        ids = sorted({test_id for fault in faults for test_id in fault.red})
-        return tuple(seen for seen in self._run(tree, ids) if seen.verdict not in (Verdict.PASS, Verdict.IMPROVED))
+    def unsound(self, ids: Sequence[str], part: int) -> tuple[Seen, ...]:
+        """Those of some tests that do not pass without any fault."""
+        return tuple(seen for seen in self._run(self._copy(f"unchanged-{part}"), ids) if not seen.passed)
 
-    def seed(self, fault: Fault) -> Outcome:
+    def seed(self, fault: Fault, unsound: Mapping[str, Seen]) -> Outcome:
         """Apply the patch to a copy of its own, run the named tests there, and say what they saw."""
         started = time.monotonic()
-        if self.stopped.is_set():
+        if self.executor.stopped.is_set():
             return Outcome(fault, Verdict.INTERRUPTED, "stopped before it was tried")
+        for test_id in fault.red:
+            if test_id in unsound:
+                seen = unsound[test_id]
+                why = f"{test_id} must pass without the fault, and is {seen.verdict}: {seen.message}"
+                return Outcome(fault, _blocking(seen.verdict), why, (seen,))
         tree = self._copy(fault.name)
         try:
             refused = apply(patch_of(self.root, fault.name), tree)
             if refused:
                 return Outcome(fault, Verdict.FAIL, f"the patch no longer applies: {refused}")
-            seen = self._run(tree, fault.red, cores=1, deadline=DEADLINE)
+            found = self._run(tree, fault.red, DEADLINE)
         except HarnessError as error:
             return Outcome(fault, error.verdict, str(error), seconds=time.monotonic() - started)
         finally:
             shutil.rmtree(tree, ignore_errors=True)
-        verdict, message = _verdict(seen)
-        if self.stopped.is_set() and verdict is not Verdict.PASS:
+        verdict, message = _verdict(found)
+        if self.executor.stopped.is_set() and verdict is not Verdict.PASS:
             verdict, message = Verdict.INTERRUPTED, "stopped while it was tried"
-        return Outcome(fault, verdict, message, seen, time.monotonic() - started)
+        return Outcome(fault, verdict, message, found, time.monotonic() - started)
 
     def _copy(self, name: str) -> Path:
         tree = self.folder / "trees" / name
@@ -286,9 +297,7 @@ class _Bench:
                 shutil.copy2(source, tree / part)
         return tree
 
-    def _run(
-        self, tree: Path, ids: Sequence[str], cores: int | None = None, deadline: float | None = None
-    ) -> tuple[Seen, ...]:
+    def _run(self, tree: Path, ids: Sequence[str], deadline: float | None = None) -> tuple[Seen, ...]:
         """What the gate says of tests in a tree, from the evidence of a run that selects exactly these."""
         request = run.RunRequest(
             root=tree,
@@ -301,32 +310,29 @@ class _Bench:
             env_overrides=self.environment,
             progress=False,
             deadline=deadline,
-            cores=cores,
+            cores=1,
         )
-        evidence = run.execute(request, _Stoppable(self.stopped))
+        evidence = run.execute(request, self.executor)
         judgement = gate.judge(evidence)
         junit.write(judgement, gate.read_run(evidence), evidence / "junit.xml")
         found = {result.id: result for result in judgement.results}
-        lost = Seen("", Verdict.MISSING, "neither collected nor in the manifest")
-        return tuple(
-            Seen(test_id, found[test_id].verdict, found[test_id].message)
-            if test_id in found
-            else replace(lost, id=test_id)
-            for test_id in ids
-        )
+        lost = Result("", "", Verdict.MISSING, "neither collected nor in the manifest")
+        results = [(test_id, found.get(test_id, lost)) for test_id in ids]
+        return tuple(Seen(test_id, result.verdict, result.message) for test_id, result in results)
 
 
 @dataclass(frozen=True)
 class _Stoppable:
-    """Runs commands on this machine until `stopped`: a run that is not in the main thread sees no signal itself."""
+    """Runs commands until `stopped`: a run that is not in the main thread sees no signal itself."""
 
+    executor: Executor
     stopped: threading.Event
 
     def run(
         self, command: Command, *, cancelled: threading.Event, on_output: Callable[[str], None] | None = None
     ) -> Ended:
         """As `Executor.run` says."""
-        return LocalExecutor().run(command, cancelled=self.stopped, on_output=on_output)
+        return self.executor.run(command, cancelled=self.stopped, on_output=on_output)
 
 
 def apply(patch: Path, tree: Path, check: bool = False) -> str:
@@ -348,17 +354,19 @@ def apply(patch: Path, tree: Path, check: bool = False) -> str:
 
 def _verdict(seen: Sequence[Seen]) -> tuple[Verdict, str]:
     """PASS when every named test failed by its assertion; else what the worst of the others did."""
-    green = [item.id for item in seen if item.verdict in (Verdict.PASS, Verdict.IMPROVED)]
+    green = [item.id for item in seen if item.passed]
     if green:
         return Verdict.FAIL, f"not seen by {', '.join(green)}"
     other = [item for item in seen if not item.asserted]
     if not other:
         return Verdict.PASS, ""
     worst = min(other, key=lambda item: VERDICTS[item.verdict].rank)
-    # A skip would read as `not tried here`: under a fault it is a test that said nothing.
-    verdict = Verdict.MISSING if worst.verdict is Verdict.SKIP else worst.verdict
-    told = f"expected FAIL by its assertion; {worst.id} is {worst.verdict}: {worst.message}"
-    return (verdict if VERDICTS[verdict].exit_code else Verdict.FAIL), told
+    return _blocking(worst.verdict), f"{worst.id} did not fail by an assertion: {worst.verdict}: {worst.message}"
+
+
+def _blocking(verdict: Verdict) -> Verdict:
+    """The verdict of a test that kept a fault from being tried; MISSING for one that is not red: it said nothing."""
+    return verdict if VERDICTS[verdict].exit_code else Verdict.MISSING
 
 
 def told(outcome: Outcome) -> str:

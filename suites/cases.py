@@ -52,6 +52,37 @@ BIG_SHAPES: dict[str, tuple[int, int]] = {"1823x781": (1823, 781)}
 TAIL_WIDTHS: tuple[int, ...] = (1, 13, 17, 100, 127, 129)
 
 
+# (rows, offs) of tensors whose rows are in groups. offs are cumulative ends, so a repeated one is an empty group; rows
+# past the last end belong to none. Sizes that no multiple of 16 divides, and sizes that one does.
+GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "one": (40, (40,)),
+    "one-of-one-row": (1, (1,)),
+    "no-rows": (0, (0, 0)),
+    "all-empty": (7, (0, 0, 0)),
+    "empty-first": (37, (0, 0, 17, 37)),
+    "empty-middle": (40, (17, 17, 17, 40)),
+    "empty-last": (40, (17, 40, 40)),
+    "all-but-one-empty": (41, (0, 0, 41, 41, 41)),
+    "single-rows": (4, (1, 2, 3, 4)),
+    "multiples-of-16": (80, (16, 48, 80)),
+    "over-tile-edges": (35, (16, 34, 35)),
+    "longer-than-the-mean": (250, (1, 2, 205, 205, 206, 238, 240, 250)),
+    "tail": (140, (5, 21)),
+    # Clamped, and made non-decreasing: what a router writes has been checked by nobody.
+    "decreasing": (40, (20, 10, 30, 29)),
+    "negative": (40, (-5, 8, -1, 40)),
+    "too-large": (40, (8, 1000, 2**31 - 1)),
+    "nothing-right": (9, (-(2**31), 2**31 - 1, -1)),
+    # 33 groups: another size class of the launch tables, and one more than a power of two.
+    "many": (70, (*range(1, 11), *[10] * 12, *range(11, 21), 70)),
+}
+
+
+def offsets(groups: str) -> torch.Tensor:
+    """The offs of GROUPS, int32 (E,), on the CPU."""
+    return torch.tensor(GROUPS[groups][1], dtype=torch.int32)
+
+
 def random_normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread: float = 3.0) -> torch.Tensor:
     """Normal values on the CPU; rows differ in size by up to 2^+-``spread``, so that scaling units differ in scale."""
     generator = torch.Generator().manual_seed(seed)

@@ -45,6 +45,21 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, in a plain `pytest` too: without --fp8-out the plugin ignores `requires`."""
+    marked = [(item, list(item.iter_markers("requires"))) for item in items]
+    if config.getoption("fp8_out", default=None) or not any(marks for _, marks in marked):
+        return
+    from harness import capabilities
+
+    machine = capabilities.probe()
+    for item, marks in marked:
+        for mark in marks:
+            decision = capabilities.decide(capabilities.parse(*mark.args, **mark.kwargs), machine)
+            if isinstance(decision, capabilities.Skip):
+                item.add_marker(pytest.mark.skip(reason=decision.reason))
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The folder that a run leaves behind. ``out`` is its root; names given to the writers are relative to it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -34,6 +34,35 @@ def recorded_case(
         if word in FORMATS:
             record_property("format", word)
             break
+
+
+_GUARD_BYTES = 256
+_GUARD, _POISON = 0xA5, 0xFF  # four bytes of poison are a NaN, and an offset of -1
+
+
+@pytest.fixture
+def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Every torch.empty of the test is poisoned and lies between guards; the result, called, fails if one is changed.
+
+    An op allocates its outputs itself, so there is no other way to see what it writes past their ends.
+    """
+    empty = torch.empty
+    guards: list[torch.Tensor] = []
+
+    def between_guards(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        used = torch.Size(size).numel() * dtype.itemsize
+        buffer = empty((_GUARD_BYTES + used + _GUARD_BYTES,), dtype=torch.uint8, device=device).fill_(_GUARD)
+        guards.extend((buffer[:_GUARD_BYTES], buffer[_GUARD_BYTES + used :]))
+        return buffer[_GUARD_BYTES : _GUARD_BYTES + used].fill_(_POISON).view(dtype).view(size)
+
+    def check() -> None:
+        __tracebackhide__ = True
+        assert guards, "the op allocated nothing with torch.empty; expected its outputs; guard what allocates them"
+        changed = [int((guard != _GUARD).sum()) for guard in guards]
+        assert not any(changed), f"bytes written around the outputs, before and after each: {changed}"
+
+    monkeypatch.setattr(torch, "empty", between_guards)
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ SLOW_IMPORTS = ("torch", "torch._inductor.config", "triton.language", "numpy", "
 """What test processes are forked with (forked.py): seconds each."""
 
 #: How the message of a test begins that raised something else than an assertion: with the exception's own name.
-_RAISED = re.compile(r"(?:\w+\.)*[A-Z]\w+(?:: |$)")
+_RAISED = re.compile(r"(?!\S*OpCheckError)(?:\w+\.)*[A-Z]\w+(?:: |$)")
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -103,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _baseline(commands.add_parser("baseline", help="record or check baselines"))
 
+    _isa(commands.add_parser("isa", help="machine code of the kernels, compiled now, without a GPU"))
+
     explain = commands.add_parser("explain", help="what a verdict means and what to do about it")
     explain.add_argument("verdict", nargs="?", metavar="VERDICT", help="one of the verdicts; none lists them all")
     explain.set_defaults(call=_explain)
@@ -139,6 +141,17 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
     lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
     lint.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     lint.set_defaults(call=_lint)
+
+
+def _isa(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="isa_command", required=True, metavar="COMMAND")
+    show = commands.add_parser("show", help="a kernel's hot loop and facts, or what changed in them since a revision")
+    show.add_argument("kernel", metavar="KERNEL", help="a case of the codegen suite, or a glob such as 'rowwise*'")
+    show.add_argument("--arch", required=True, metavar="ARCH", help="what to compile for: gfx942, gfx950, sm_90 ...")
+    show.add_argument("--against", metavar="REVISION", help="show what changed since a git revision, compiled now too")
+    show.add_argument("--json", action="store_true", help="a JSON array, an object a kernel")
+    show.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    show.set_defaults(call=_show)
 
 
 # Commands ----------------------------------------------------------------------------------------------------------
@@ -360,6 +373,23 @@ def _lint(options: argparse.Namespace) -> int:
     if not problems:
         _say("baselines hold together")
     return 1 if problems else 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from harness import listings
+    from harness.report import isa
+
+    root = _root(options.root)
+    listings.check_arch(options.arch)
+    commit = None if options.against is None else listings.revision(root, options.against)
+    sides = [listings.compile_matching(root, root, options.kernel, options.arch)]
+    if commit is not None:
+        with listings.worktree(root, commit) as base:
+            sides.append(listings.compile_matching(root, base, options.kernel, options.arch))
+    listings.check_matched(options.kernel, options.arch, sides)
+    before = None if commit is None else sides[1].kernels
+    _print(isa.report(sides[0].kernels, before, options.against, plain_data=options.json))
+    return 0
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from fp8stack import formats
 from fp8stack.formats import UnsupportedDtype
-from fp8stack.kernels import experts, launch, rowwise
+from fp8stack.kernels import column_maxima, experts, launch, rowwise
 from suites.cases import DTYPES, FORMATS, LAYOUTS, TAIL_WIDTHS, contract_rows, from_bits, guarded, random_normal
 from suites.compare import assert_bits_equal
 from suites.numerics.golden import loader
@@ -58,6 +58,8 @@ LONG_SHAPES: dict[str, tuple[int, int, int]] = {
     "1x7168x4": (1, 7168, 4),
     "1x8200x4": (1, 8200, 4),
     "1x4x2050": (1, 4, 2050),
+    "1x5x8200": (1, 5, 8200),
+    "1x5x16400": (1, 5, 16400),
 }
 
 
@@ -301,10 +303,13 @@ def test_every_arch_has_its_launch_rows() -> None:
 
     for arch in ARCHS:
         for n in (1, 513, 1025, 2049, 4097, 8193):
-            name = experts.size_class(n)
-            for table in (experts.TRANSPOSED_CONFIGS, experts.BOTH_CONFIGS):
-                row = launch.config(table, arch, name)
-                assert row.rows % row.parts == 0 < row.columns
+            row = launch.config(experts.TRANSPOSED_CONFIGS, arch, experts.size_class(n))
+            assert row.rows % row.parts == 0 < row.columns
+        for k in (1, 2049, 8193, 16385):
+            for dtype in DTYPES.values():
+                both = launch.config(experts.BOTH_CONFIGS, arch, column_maxima.width_class(k, dtype))
+                assert both.tile_rows(dtype) % both.parts == 0 < both.columns
+                assert both.span % both.row_rows == 0 < both.row_block
         assert launch.config(rowwise.ROWWISE_CONFIGS, arch, rowwise.size_class(2048))
     with pytest.raises(LookupError, match="gfx9-4-generic"):
-        launch.config(experts.BOTH_CONFIGS, "gfx9-4-generic", experts.size_class(1))
+        launch.config(experts.BOTH_CONFIGS, "gfx9-4-generic", column_maxima.width_class(1, torch.bfloat16))

@@ -51,6 +51,7 @@ HARNESS: dict[str, int] = {
     "run": 7,  # executes and writes the journal
     "doctor": 7,
     "gate": 7,
+    "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,
     "history": 8,
     "selftest": 8,
@@ -72,6 +73,7 @@ EXECUTES = {
     "plan",
     "progress",
     "run",
+    "listings",
     "doctor",
 }
 JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report"}

@@ -17,7 +17,17 @@ import torch
 pytest.importorskip("triton")
 
 from fp8stack import formats
-from fp8stack.kernels import blockwise, colwise, experts, launch, mxfp8, rowwise, rowwise_grouped, tensorwise
+from fp8stack.kernels import (
+    blockwise,
+    column_maxima,
+    colwise,
+    experts,
+    launch,
+    mxfp8,
+    rowwise,
+    rowwise_grouped,
+    tensorwise,
+)
 
 TARGET = "sm_90"
 FMT = formats.get("e4m3fn")
@@ -138,15 +148,16 @@ def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monk
     assert max(counts) <= most, f"{max(counts)} keys; these arguments follow the number of tokens: {sorted(varying)}"
 
 
-@pytest.mark.parametrize("shape", [pytest.param((4, 48, 64), id="specialisation-experts")])
-def test_experts_are_weights(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expert weights have no tokens: the same shape twice is one key a kernel, for each of the two ops with kernels."""
+@pytest.mark.parametrize("shape", [pytest.param((48, 64), id="specialisation-experts")])
+def test_experts_are_weights(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert weights have no tokens: any number of experts is one key a kernel, for each of the ops with kernels."""
     recorders = {name: Recorder(kernel) for name, kernel in vars(experts).items() if name.endswith("_kernel")}
     for name, recorder in recorders.items():
         monkeypatch.setattr(experts, name, recorder)
-    name = experts.size_class(shape[1])
-    for _ in range(2):
-        w = torch.empty(shape, dtype=torch.bfloat16)
-        experts.launch_transposed(w, FMT, True, launch.config(experts.TRANSPOSED_CONFIGS, TARGET, name), TARGET)
-        experts.launch_both(w, FMT, True, launch.config(experts.BOTH_CONFIGS, TARGET, name), TARGET)
+    transposed = launch.config(experts.TRANSPOSED_CONFIGS, TARGET, experts.size_class(shape[0]))
+    both = launch.config(experts.BOTH_CONFIGS, TARGET, column_maxima.width_class(shape[1], torch.bfloat16))
+    for count in (1, 2, 2, 4, 33, 64):
+        w = torch.empty((count, *shape), dtype=torch.bfloat16)
+        experts.launch_transposed(w, FMT, True, transposed, TARGET)
+        experts.launch_both(w, FMT, True, both, TARGET)
     assert {name: len(recorder.keys) for name, recorder in recorders.items()} == dict.fromkeys(recorders, 1)

@@ -99,7 +99,7 @@ class ForkedExecutor:
         shared = {name: value for name, value in environment.items() if name not in OWN}
         key = (threading.get_ident(), frozenset(shared.items()))
         nursery = self._nurseries.get(key)
-        if nursery is None:
+        if nursery is None or nursery.poll() is not None:
             # -P: the script's own folder stays out of sys.path.
             argv = [sys.executable, "-P", str(_NURSERY), *self.modules]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -55,6 +55,9 @@ TABLE = "faults.toml"
 COPIED = ("fp8stack", "harness", "suites", "baselines", "docker", "pyproject.toml")
 """What of a checkout its suites need."""
 
+MOST_WORKERS = 8
+"""Trees that are tested side by side. Each has processes with torch in them: half a gigabyte."""
+
 DEADLINE = 120.0
 """Seconds for the named tests of one fault, which take a few: some faults make a kernel loop for ever."""
 
@@ -219,7 +222,7 @@ def execute(
         fault.name: Outcome(fault, Verdict.SKIP, reason) for fault in chosen if (reason := _lacks(fault, machine))
     }
     tried = [fault for fault in chosen if fault.name not in outcomes]
-    cores = plan.usable_cores()
+    cores = min(plan.usable_cores(), MOST_WORKERS)
     with (
         contextlib.closing(ForkedExecutor(SLOW_IMPORTS)) as executor,
         tempfile.TemporaryDirectory(prefix="fp8ci-selftest-") as folder,
@@ -232,7 +235,7 @@ def execute(
         unsound = {seen.id: seen for found in pool.map(bench.unsound, parts, range(cores)) for seen in found}
         for number, outcome in enumerate(pool.map(partial(bench.seed, unsound=unsound), tried), start=1):
             outcomes[outcome.fault.name] = outcome
-            say(f"{number}/{len(tried)} {told(outcome)}")
+            say(f"{number}/{len(tried)} {outcome.fault.name}: {told(outcome)}")
     return SelfTest(tuple(outcomes[fault.name] for fault in chosen), time.monotonic() - started)
 
 
@@ -370,10 +373,8 @@ def _blocking(verdict: Verdict) -> Verdict:
 
 
 def told(outcome: Outcome) -> str:
-    """One line: the fault, and who saw it or why nobody did."""
+    """Who saw the fault, or why nobody did, on one line."""
     first, more = outcome.fault.red[0], len(outcome.fault.red) - 1
     if outcome.verdict is Verdict.PASS:
-        return f"{outcome.fault.name}: seen by {first}{f' and {more} more' if more else ''}"
-    if outcome.verdict is Verdict.SKIP:
-        return f"{outcome.fault.name}: not tried: {outcome.message}"
-    return f"{outcome.fault.name}: {outcome.verdict}: {outcome.message}"
+        return f"seen by {first}{f' and {more} more' if more else ''}"
+    return f"{'not tried' if outcome.verdict is Verdict.SKIP else outcome.verdict}: {outcome.message}"

@@ -166,7 +166,7 @@ def test_every_way_for_a_fault_to_end(
         assert (outcome.verdict, words in outcome.message) == (verdict, True), outcome
     assert (tested.detected, tested.tried, tested.exit_code) == (1, len(FAULTS) - 1, 3)
     assert sorted(said) == sorted(
-        f"{place}/{tested.tried} {selftest.told(outcome)}"
+        f"{place}/{tested.tried} {outcome.fault.name}: {selftest.told(outcome)}"
         for place, outcome in enumerate((o for o in tested.outcomes if o.verdict is not Verdict.SKIP), start=1)
     )
     # What was judged is what `fp8ci run` writes.
@@ -311,9 +311,9 @@ def test_command(as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     else:
         assert captured.err == "talk\n"
         assert captured.out.splitlines() == [
-            f"maximum: seen by {MAXIMUM} and 1 more",
-            f"maximum: FAIL: not seen by {OTHER}",
-            "maximum: not tried: requires 8 gpus; this is cpu with 0",
+            f"maximum  seen by {MAXIMUM} and 1 more",
+            f"maximum  FAIL: not seen by {OTHER}",
+            "maximum  not tried: requires 8 gpus; this is cpu with 0",
             "detection power 1/2 in 3 s",
         ]
     assert cli.main(["selftest", "--platform", "cpu", "--root", str(ROOT), "--only", "a,"]) == 2

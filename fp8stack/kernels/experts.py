@@ -141,7 +141,7 @@ BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
     # The interpreter runs program after program in Python: few programs; but more than one chunk, turn and span.
     **_both_rows_of(
         ("cpu",),
-        BothConfig(64, 32, 64, 1, True, True, 128, 64, 2, 1, 0, _INTERPRETER),
+        BothConfig(256, 128, 64, 1, True, True, 256, 64, 2, 1, 0, _INTERPRETER),
         BothConfig(8, 2, 4096, 1, False, False, 128, 1024, 2, 1, 0, _INTERPRETER),
         BothConfig(8, 2, 8192, 1, True, False, 128, 1024, 2, 1, 0, _INTERPRETER),
         BothConfig(4, 4, 8192, 1, False, False, 128, 1024, 2, 1, 0, _INTERPRETER),

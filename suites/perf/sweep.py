@@ -309,19 +309,9 @@ def _rowwise_grouped_configs(shape: Shape, arch: device.Arch) -> Iterator[rowwis
                             yield rowwise_grouped.RowwiseGroupedConfig(rows, block, held, warps, programs, "")
 
 
-def _rowwise_and_colwise_configs(
-    shape: Shape, arch: device.Arch
-) -> Iterator[rowwise_and_colwise.RowwiseAndColwiseConfig]:
-    k = shape[1]
-    for column in _colwise_configs(shape, arch):
-        if column.parts == 8 or column.columns == 128 or column.held > 1:
-            continue
-        threads = column.num_warps * arch.wave_size
-        for row_rows in (1, 2, 4, 8):
-            for row_block in (1024, 2048, 4096):
-                a_chunk = row_rows * row_block / threads
-                if a_chunk >= MIN_ELEMENTS_A_CHUNK / 2 and row_rows * k / threads <= MAX_ELEMENTS_A_THREAD / 2:
-                    yield rowwise_and_colwise.RowwiseAndColwiseConfig(row_rows, row_block, **asdict(column))
+def _rowwise_and_colwise_configs(shape: Shape, arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
+    turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and not tile.hints]
+    return _column_maxima_configs(shape[1], turned, arch)
 
 
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:

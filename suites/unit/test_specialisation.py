@@ -25,6 +25,7 @@ from fp8stack.kernels import (
     launch,
     mxfp8,
     rowwise,
+    rowwise_and_colwise,
     rowwise_grouped,
     tensorwise,
 )
@@ -106,6 +107,17 @@ def _rowwise_grouped(tokens: int) -> object:
     return rowwise_grouped.launch_rowwise_grouped(_x(HIDDEN, tokens), OFFS, FMT, True, 16, row, TARGET)
 
 
+def _rowwise_and_colwise(turned: bool = False) -> Callable[[int], object]:
+    classes = rowwise_and_colwise.size_class(OFFS.shape[0], HIDDEN, torch.bfloat16)
+    row = launch.config(rowwise_and_colwise.ROWWISE_AND_COLWISE_CONFIGS, TARGET, classes)
+
+    def call(tokens: int) -> object:
+        x = _x(HIDDEN, tokens).t() if turned else _x(tokens, HIDDEN)
+        return rowwise_and_colwise.launch_rowwise_and_colwise(x, OFFS, FMT, True, 16, row, TARGET)
+
+    return call
+
+
 # Case -> call, and how many keys a kernel may have. Codes whose rows are tokens long are stored 16 bytes wide where 16
 # divides their number: two keys. Rows of tokens are also read as words where two divides it: three. MXFP8 writes its
 # scales as words where four divide the blocks: four.
@@ -123,6 +135,8 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "colwise-transposed": (_colwise(pair=False, turned=True), 1),
     "colwise-pair": (_colwise(pair=True), 1),
     "rowwise-grouped": (_rowwise_grouped, 3),
+    "rowwise-and-colwise": (_rowwise_and_colwise(), 1),
+    "rowwise-and-colwise-transposed": (_rowwise_and_colwise(turned=True), 1),
     "mxfp8-rows": (_mxfp8(1), 1),
     "mxfp8-columns": (_mxfp8(0), 4),
 }
@@ -134,7 +148,7 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
 def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over dozens of token counts each kernel is compiled for one key, or for as many as the case says."""
     recorders = []
-    for module in (rowwise, tensorwise, blockwise, mxfp8, colwise, rowwise_grouped):
+    for module in (rowwise, tensorwise, blockwise, mxfp8, colwise, rowwise_grouped, rowwise_and_colwise):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
                 recorders.append(Recorder(kernel))

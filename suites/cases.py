@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -253,6 +254,23 @@ def guarded(x: torch.Tensor, layout: str, device: str | torch.device = "cpu") ->
     ]
     view.copy_(source.to(device))
     return Guarded(view.t() if transposed else view, buffer, buffer.clone())
+
+
+def far_apart(x: torch.Tensor, pitch: int, device: str | torch.device, folder: Path) -> torch.Tensor:
+    """``x`` (rows, columns) in a view with ``pitch`` elements from row to row, on ``device``.
+
+    For rows whose offset passes 2^31 elements. On a CPU the buffer is a sparse file in ``folder``.
+    """
+    rows, columns = x.shape
+    size = (rows - 1) * pitch + columns
+    if torch.device(device).type == "cpu":
+        path = folder / f"sparse-{rows}x{columns}-{pitch}"
+        buffer = torch.from_file(str(path), shared=True, size=size, dtype=x.dtype)
+    else:
+        buffer = torch.zeros(size, dtype=x.dtype, device=device)
+    view = buffer.as_strided((rows, columns), (pitch, 1))
+    view.copy_(x.to(device))
+    return view
 
 
 def poison_value(dtype: torch.dtype) -> float:

@@ -24,6 +24,7 @@ from suites.cases import (
     LAYOUTS,
     TAIL_WIDTHS,
     contract_rows,
+    far_apart,
     from_bits,
     guarded,
     offsets,
@@ -381,23 +382,39 @@ def test_neighbours(op: str, fmt: str, dtype: str, word: str, seed: int, quantiz
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=f"{op}-offsets-past-2e31") for op in OPS])
-def test_offsets_past_2e31(op: str, quantize: Op, device: str, tmp_path: Path) -> None:
-    """Rows, and columns, whose offset passes 2^31 elements are found: indices have 64 bits. The buffer is sparse."""
-    pitch, width = 2**30, 33
-    size = 2 * pitch + width
-    if device == "cpu":
-        buffer = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.bfloat16)
-    else:
-        buffer = torch.zeros(size, dtype=torch.bfloat16, device=device)
-    view = buffer.as_strided((3, width), (pitch, 1))
-    x = random_normal((3, width), torch.bfloat16, seed=5)
-    view.copy_(x.to(device))
-    for far, near, ends in ((view, x, [1, 3]), (view.t(), x.t(), [20, width])):
-        offs = torch.tensor(ends, dtype=torch.int32)
-        count = len(inputs_of(op, near))
-        result = quantize(op, (far,) * count, offs, "e4m3fnuz")
-        assert_equals_reference(op, (near,) * count, offs, "e4m3fnuz", result)
+# (rows, columns, elements from row to row, end of the first group, transposed): the start of a group, a block of rows,
+# a row in a block, a chunk of rows and a column are beyond 2^31 elements.
+FAR: dict[str, tuple[int, int, int, int, bool]] = {
+    "rows": (19, 5, 2**27, 17, False),
+    "parts": (11, 5, 2**28, 9, False),
+    "chunks": (70, 3, 2**25, 67, False),
+    "chunks-of-1024": (1030, 3, 2**21, 1027, False),
+    "columns": (3, 5, 2**30, 4, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "far"),
+    [
+        # A GPU's chunks are longer; faulting in a thousand pages of a sparse file is slow.
+        pytest.param(
+            *(op, far),
+            id=f"{op}-{far}-offsets-past-2e31",
+            marks=[pytest.mark.requires(gpus=1)] if far == "chunks-of-1024" else [],
+        )
+        for op, far in (*(("colwise", far) for far in FAR), ("colwise_pair", "rows"), ("colwise_pair", "columns"))
+    ],
+)
+def test_offsets_past_2e31(op: str, far: str, quantize: Op, device: str, tmp_path: Path) -> None:
+    """Rows and columns whose offset passes 2^31 elements are found: index arithmetic has 64 bits."""
+    rows, columns, pitch, end, transposed = FAR[far]
+    near = random_normal((rows, columns), torch.bfloat16, seed=5)
+    view = far_apart(near, pitch, device, tmp_path)
+    near, view = (near.t(), view.t()) if transposed else (near, view)
+    offs = torch.tensor([end, near.shape[0]], dtype=torch.int32)
+    count = len(inputs_of(op, near))
+    result = quantize(op, (view,) * count, offs, "e4m3fnuz")
+    assert_equals_reference(op, (near,) * count, offs, "e4m3fnuz", result)
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=f"{op}-e4m3fnuz-bf16-repeatable") for op in OPS])

@@ -86,6 +86,17 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("--root", type=Path, metavar="DIR", help="checkout for --current (default: the nearest one)")
     gate.set_defaults(call=_gate)
 
+    selftest = commands.add_parser("selftest", help="seed known faults into copies of the tree; each must be seen")
+    selftest.add_argument(
+        "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
+    )
+    selftest.add_argument("--only", action="append", default=[], metavar="NAME,...", help="faults (default: all)")
+    selftest.add_argument("--out", type=Path, metavar="DIR", help="keep the evidence of each fault in DIR/NAME")
+    selftest.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    selftest.add_argument("--json", action="store_true", help="one JSON object")
+    selftest.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    selftest.set_defaults(call=_selftest)
+
     platforms = commands.add_parser("platforms", help="list the platforms")
     platforms.add_argument("--json", action="store_true", help="a JSON array, as a CI matrix wants it")
     platforms.set_defaults(call=_platforms)
@@ -108,7 +119,9 @@ def _selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", action="append", default=[], metavar="NAME,...", help="suites (default: those that must run)"
     )
-    parser.add_argument("--case", metavar="GLOB", help="only tests whose case id matches, such as 'rowwise*'")
+    parser.add_argument(
+        "--case", metavar="GLOB,...", help="only tests whose case id matches, such as 'rowwise*', or a whole test id"
+    )
     parser.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
 
 
@@ -231,6 +244,36 @@ def _gate(options: argparse.Namespace) -> int:
         told.append(f"... and {len(differences) - 15} more")
     _print(summary.render(judgement, run) + "\n## Judged with this checkout's baselines\n\n" + "\n".join(told) + "\n")
     return judgement.exit_code
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    from harness import selftest
+
+    root = _root(options.root)
+    platform, _ = _resolve(options.platform)
+    names = _names(options.only, "--only", "fault")
+    tested = selftest.execute(root, platform, names, options.out, (lambda text: None) if options.quiet else _say)
+    if options.json:
+        faults = [
+            {
+                "name": outcome.fault.name,
+                "claim": outcome.fault.claim,
+                "archs": outcome.fault.archs,
+                "verdict": outcome.verdict,
+                "message": outcome.message,
+                "seconds": round(outcome.seconds, 3),
+                "tests": [{"id": s.id, "verdict": s.verdict, "message": s.message} for s in outcome.seen],
+            }
+            for outcome in tested.outcomes
+        ]
+        counts = {"detected": tested.detected, "tried": tested.tried, "seconds": round(tested.seconds, 3)}
+        _print(json.dumps({"platform": platform.id, **counts, "faults": faults}, indent=1) + "\n")
+    else:
+        width = max(len(outcome.fault.name) for outcome in tested.outcomes)
+        lines = [f"{outcome.fault.name:{width}}  {selftest.told(outcome)}" for outcome in tested.outcomes]
+        power = f"detection power {tested.detected}/{tested.tried} in {tested.seconds:.0f} s"
+        _print("\n".join([*lines, power]) + "\n")
+    return tested.exit_code
 
 
 def _platforms(options: argparse.Namespace) -> int:
@@ -384,9 +427,13 @@ def policy_of(environment: Mapping[str, str]) -> str:
 
 def _suites(given: Sequence[str]) -> tuple[str, ...]:
     """`--suite a,b --suite c` -> (a, b, c); an empty word is an error, not `all suites`."""
+    return _names(given, "--suite", "suite")
+
+
+def _names(given: Sequence[str], option: str, what: str) -> tuple[str, ...]:
     names = tuple(name.strip() for text in given for name in text.split(","))
     if any(not name for name in names):
-        raise UsageError("--suite names an empty suite", "names separated by commas", "such as numerics,codegen")
+        raise UsageError(f"{option} names an empty {what}", "names separated by commas", f"correct {option}")
     return names
 
 

@@ -53,8 +53,9 @@ _OWN_FOLDERS = ("logs", "losses", "isa", "samples", JUDGED_WITH)
 class RunRequest:
     """What to run. Empty `suites` are those that must run on the platform.
 
-    `case` is a glob over case ids, `out` the evidence folder (default: evidence/<platform>-<UTC time>-<run id> in the
-    checkout), `pytest_args` go to every suite's pytest, `env_overrides` win over everything the platform sets.
+    `case` is what `--case` takes (manifest.case_matches), `out` the evidence folder (default:
+    evidence/<platform>-<UTC time>-<run id> in the checkout), `pytest_args` go to every suite's pytest, `env_overrides`
+    win over everything the platform sets.
     `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
     """
 

@@ -31,6 +31,8 @@ HARNESS: dict[str, int] = {
     "executor": 1,  # the protocol of running a command
     "capabilities": 2,
     "local": 2,
+    "forked": 2,
+    "nursery": 0,  # a process of its own, which imports nothing of ours
     "container": 2,
     "images": 2,
     "ledger": 3,
@@ -62,6 +64,8 @@ HARNESS: dict[str, int] = {
 EXECUTES = {
     "executor",
     "local",
+    "forked",
+    "nursery",
     "container",
     "images",
     "hooks",

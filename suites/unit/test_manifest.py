@@ -55,11 +55,34 @@ def test_node_ids(node_id: str) -> None:
         (ROWWISE, None, True),
         ("loss/test_curves::test_resume", "resume", True),
         ("loss/test_curves::test_resume", "test_*", False),
+        (ROWWISE, "cast*,rowwise*", True),
+        (ROWWISE, "cast*,resume", False),
+        (ROWWISE, ROWWISE, True),
+        (ROWWISE, f"cast*,{ROWWISE}", True),
+        (ROWWISE, ROWWISE.replace("bits", "golden"), False),
+        (ROWWISE, "numerics/*", False),
+        ("numerics/test_a::test_b[x,y]", "numerics/test_a::test_b[x,y]", True),
     ],
 )
 def test_case_matches(test_id: str, glob: str | None, expected: bool) -> None:
-    """The glob is over the case, not over file or function."""
+    """The glob is over the case, not over file or function; several are joined by commas; a whole id is itself."""
     assert manifest.case_matches(test_id, glob) is expected
+
+
+@pytest.mark.parametrize(
+    ("glob", "modules"),
+    [
+        (None, set()),
+        ("rowwise*", set()),
+        (ROWWISE, {"test_rowwise"}),
+        (f"{ROWWISE},numerics/golden/test_a::test_b,loss/test_c::test_d", {"test_rowwise", "golden/test_a"}),
+        (f"{ROWWISE},cast*", set()),
+        ("loss/test_c::test_d", set()),
+    ],
+)
+def test_modules_of(glob: str | None, modules: set[str]) -> None:
+    """Whole ids name the files that hold them; a glob may be in any."""
+    assert manifest.modules_of(glob, "numerics") == modules
 
 
 def test_write_and_read(tmp_path: Path) -> None:

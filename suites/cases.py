@@ -94,6 +94,21 @@ def random_normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread:
     return x.to(dtype)
 
 
+def amax_at_the_ends(x: torch.Tensor, *dims: int) -> torch.Tensor:
+    """``x`` with a largest element, 8 times any other, in the last or, by turns, the first place along each of dims.
+
+    dims: -1 for rows, -2 for columns. Where the largest has a twin nearby, a reduction that stops early or starts late
+    finds that one, and with scales that are powers of two nothing shows.
+    """
+    x = x.clone()
+    for dim in dims if x.numel() else ():
+        units = x.movedim(dim, -1)
+        largest = 8 * units.abs().amax(-1)
+        units[..., 0::2, -1] = largest[..., 0::2]
+        units[..., 1::2, 0] = -largest[..., 1::2]
+    return x
+
+
 def from_bits(patterns: list[int], dtype: torch.dtype) -> torch.Tensor:
     """1-D tensor of ``dtype`` from unsigned bit patterns."""
     size = dtype.itemsize

@@ -269,7 +269,7 @@ def _selftest(options: argparse.Namespace) -> int:
         counts = {"detected": tested.detected, "tried": tested.tried, "seconds": round(tested.seconds, 3)}
         _print(json.dumps({"platform": platform.id, **counts, "faults": faults}, indent=1) + "\n")
     else:
-        width = max(len(outcome.fault.name) for outcome in tested.outcomes)
+        width = max((len(outcome.fault.name) for outcome in tested.outcomes), default=0)
         lines = [f"{outcome.fault.name:{width}}  {selftest.told(outcome)}" for outcome in tested.outcomes]
         power = f"detection power {tested.detected}/{tested.tried} in {tested.seconds:.0f} s"
         _print("\n".join([*lines, power]) + "\n")

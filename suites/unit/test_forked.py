@@ -81,6 +81,7 @@ import atexit, json, os, sys
 atexit.register(print, "last words", file=sys.stderr)
 ours = [name for name in sys.modules if name.partition(".")[0] in ("harness", "fp8stack", "suites")]
 told = {"folder": os.getcwd(), "argv": sys.argv[1:], "name": __name__, "path": sys.path[0], "stdin": sys.stdin.read()}
+told["paths"] = [path for path in sys.path if path.endswith("harness")]
 told |= {"leader": os.getsid(0) == os.getpid(), "preloaded": "sqlite3" in sys.modules, "ours": ours}
 print(json.dumps({**told, "said": os.environ.get("SAID")}))
 """
@@ -92,6 +93,7 @@ print(json.dumps({**told, "said": os.environ.get("SAID")}))
             "argv": ["-x", word],
             "name": "__main__",
             "path": str(tmp_path),
+            "paths": [],
             "leader": True,
             "preloaded": True,
             "ours": [],

@@ -48,6 +48,10 @@ TESTS = """
         time.sleep(PRODUCT["SECONDS"])
         assert PRODUCT["MAXIMUM"] == 240
 
+    @pytest.mark.skipif(PRODUCT["SKIPPED"], reason="the product says so")
+    def test_unlisted():
+        assert True
+
     def test_other():
         assert True
 
@@ -55,7 +59,7 @@ TESTS = """
         assert False, "red with and without"
 """
 
-MAXIMUM, OTHER, RED = (f"numerics/test_tiny::test_{name}" for name in ("maximum", "other", "red"))
+MAXIMUM, OTHER, RED, UNLISTED = (f"numerics/test_tiny::test_{name}" for name in ("maximum", "other", "red", "unlisted"))
 
 
 def patch(old: str, new: str) -> str:
@@ -98,6 +102,12 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], Verdict, str]] = {
         f"{MAXIMUM} did not fail by an assertion: FAIL: TypeError: ",
     ),
     "skips": (patch("SKIPPED = False", "SKIPPED = True"), (MAXIMUM,), Verdict.MISSING, "was skipped"),
+    "skips-what-need-not-run": (
+        patch("SKIPPED = False", "SKIPPED = True"),
+        (UNLISTED,),
+        Verdict.MISSING,
+        "did not fail by an assertion: SKIP: the product says so",
+    ),
     "hangs": (patch("SECONDS = 0", "SECONDS = 60"), (MAXIMUM,), Verdict.TIMEOUT, "did not end within its deadline"),
     "red-without-it": (
         patch("MAXIMUM = 240", "MAXIMUM = 448"),
@@ -278,9 +288,14 @@ def test_a_patch_beside_a_repository(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     tree = tmp_path / "temporary" / "tree"
     shutil.copytree(make(tmp_path / "checkout", ("seen",)), tree)
-    assert selftest.apply(selftest.patch_of(tree, "seen"), tree, check=True) == ""
+    path = selftest.patch_of(tree, "seen")
+    head = (
+        "diff --git a/fp8stack/product.py b/fp8stack/product.py\n"  # as git writes it, and takes it for a repository's
+    )
+    path.write_text(path.read_text().replace("---", f"{head}---", 1))
+    assert selftest.apply(path, tree, check=True) == ""
     assert (tree / "fp8stack/product.py").read_text() == PRODUCT
-    assert selftest.apply(selftest.patch_of(tree, "seen"), tree) == ""
+    assert selftest.apply(path, tree) == ""
     assert (tree / "fp8stack/product.py").read_text() == PRODUCT.replace("MAXIMUM = 240", "MAXIMUM = 448")
 
 

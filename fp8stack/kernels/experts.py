@@ -105,6 +105,14 @@ TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
         *(TransposedConfig(64, max(limit // 4, 128), 2, 2, 1, 0, False, _INTERPRETER) for limit in _LENGTHS),
         TransposedConfig(64, 4096, 2, 1, 1, 0, False, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "n<=2048"): TransposedConfig(
+        64, 512, 16, 0, 8, 0, True, "0.71 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    ("sm_90", "n<=8192"): TransposedConfig(
+        64, 256, 8, 1, 8, 2, False, "0.61 to 0.62 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    # End of the swept rows.
 }
 
 
@@ -146,6 +154,14 @@ BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
         BothConfig(8, 2, 8192, 1, True, False, 128, 1024, 2, 1, 0, _INTERPRETER),
         BothConfig(4, 4, 8192, 1, False, False, 128, 1024, 2, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "k<=2048"): BothConfig(
+        32, 4, 2048, 4, True, False, 256, 64, 16, 4, 0, "0.63 to 0.64 of a copy: h200/sweep-experts_both.json"
+    ),
+    ("sm_90", "k<=8192"): BothConfig(
+        64, 2, 4096, 8, False, False, 256, 64, 16, 4, 0, "0.64 of a copy: h200/sweep-experts_both.json"
+    ),
+    # End of the swept rows.
 }
 
 

@@ -105,6 +105,14 @@ TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
         *(TransposedConfig(64, max(limit // 4, 128), 2, 2, 1, 0, False, _INTERPRETER) for limit in _LENGTHS),
         TransposedConfig(64, 4096, 2, 1, 1, 0, False, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "n<=2048"): TransposedConfig(
+        64, 512, 16, 0, 8, 0, True, "0.71 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    ("sm_90", "n<=8192"): TransposedConfig(
+        64, 256, 8, 1, 8, 2, False, "0.61 to 0.62 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    # End of the swept rows.
 }
 
 

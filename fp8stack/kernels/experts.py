@@ -125,9 +125,9 @@ def _both_rows_of(targets: tuple[str, ...], *configs: BothConfig) -> dict[tuple[
 BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
     **_both_rows_of(
         _NVIDIA,
-        BothConfig(64, 2, 2048, 4, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
-        BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
-        BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 2, 2048, 4, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
         BothConfig(16, 16, 1024, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
     ),
     # Waves of 64.

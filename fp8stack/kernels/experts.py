@@ -8,10 +8,10 @@ The exact rules are scaling.py's.
 
 Traffic (bf16 in): each of the first two reads 2*E*N*K and writes E*N*K + 4*E*N (E*K) bytes; both together read 4*E*N*K
 and write 2*E*N*K, the inverse scales, and 4*E*N*K / span of partial maxima (column_maxima.py).
-Layout: w (E, N, K), read in place where rows have unit stride (transposed: always; the rows of quantize_experts: where
-experts and rows also follow each other as in a contiguous tensor), else copied first. Codes (E, N, K) contiguous;
-transposed codes (E, K, N) contiguous, so that each expert's view as (N, K) is column-major; inverse scales float32
-(E, N) and (E, K).
+Layout: w (E, N, K), read in place by quantize_experts where experts and rows follow each other as in a contiguous
+tensor, by quantize_experts_both where rows have unit stride, else copied first; by quantize_experts_transposed always.
+Codes (E, N, K) contiguous; transposed codes (E, K, N) contiguous, so that each expert's view as (N, K) is column-major;
+inverse scales float32 (E, N) and (E, K).
 
 quantize_experts is quantize_rowwise over E * N rows, the same kernel.
 

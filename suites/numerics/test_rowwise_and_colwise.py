@@ -15,7 +15,7 @@ import torch
 
 from fp8stack import formats
 from fp8stack.formats import UnsupportedDtype
-from fp8stack.kernels import launch, rowwise_and_colwise
+from fp8stack.kernels import column_maxima, launch, rowwise_and_colwise
 from fp8stack.kernels.rowwise_and_colwise import (
     quantize_rowwise_and_colwise,
     quantize_rowwise_and_colwise_reference,

@@ -8,10 +8,10 @@ The exact rules are scaling.py's.
 
 Traffic (bf16 in): each of the first two reads 2*E*N*K and writes E*N*K + 4*E*N (E*K) bytes; both together read 4*E*N*K
 and write 2*E*N*K, the inverse scales, and 4*E*N*K / span of partial maxima (column_maxima.py).
-Layout: w (E, N, K), read in place where rows have unit stride (transposed: always; the rows of quantize_experts: where
-experts and rows also follow each other as in a contiguous tensor), else copied first. Codes (E, N, K) contiguous;
-transposed codes (E, K, N) contiguous, so that each expert's view as (N, K) is column-major; inverse scales float32
-(E, N) and (E, K).
+Layout: w (E, N, K), read in place by quantize_experts where experts and rows follow each other as in a contiguous
+tensor, by quantize_experts_both where rows have unit stride, else copied first; by quantize_experts_transposed always.
+Codes (E, N, K) contiguous; transposed codes (E, K, N) contiguous, so that each expert's view as (N, K) is column-major;
+inverse scales float32 (E, N) and (E, K).
 
 quantize_experts is quantize_rowwise over E * N rows, the same kernel.
 
@@ -105,6 +105,14 @@ TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
         *(TransposedConfig(64, max(limit // 4, 128), 2, 2, 1, 0, False, _INTERPRETER) for limit in _LENGTHS),
         TransposedConfig(64, 4096, 2, 1, 1, 0, False, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "n<=2048"): TransposedConfig(
+        64, 512, 16, 0, 8, 0, True, "0.71 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    ("sm_90", "n<=8192"): TransposedConfig(
+        64, 256, 8, 1, 8, 2, False, "0.61 to 0.62 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    # End of the swept rows.
 }
 
 
@@ -117,9 +125,9 @@ def _both_rows_of(targets: tuple[str, ...], *configs: BothConfig) -> dict[tuple[
 BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
     **_both_rows_of(
         _NVIDIA,
-        BothConfig(64, 2, 2048, 4, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
-        BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
-        BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 2, 2048, 4, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
         BothConfig(16, 16, 1024, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
     ),
     # Waves of 64.
@@ -146,6 +154,14 @@ BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
         BothConfig(8, 2, 8192, 1, True, False, 128, 1024, 2, 1, 0, _INTERPRETER),
         BothConfig(4, 4, 8192, 1, False, False, 128, 1024, 2, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "k<=2048"): BothConfig(
+        32, 4, 2048, 4, True, False, 256, 64, 16, 4, 0, "0.63 to 0.64 of a copy: h200/sweep-experts_both.json"
+    ),
+    ("sm_90", "k<=8192"): BothConfig(
+        64, 2, 4096, 8, False, False, 256, 64, 16, 4, 0, "0.64 of a copy: h200/sweep-experts_both.json"
+    ),
+    # End of the swept rows.
 }
 
 

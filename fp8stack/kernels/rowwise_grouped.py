@@ -35,8 +35,9 @@ from fp8stack.kernels import cast, groups, launch
 class RowwiseGroupedConfig:
     """How to launch for one size class.
 
-    rows: of a program. block: columns of a chunk of bf16; a chunk of float32 has half as many. held: chunks of a group
-    that stay in registers and are read once. programs: see launch.options. measured: what says so.
+    rows: of a program. block: columns of a chunk. held: chunks of a group of bf16 that stay in registers and are read
+    once; half as many of float32, at least one. programs: see launch.options; float32 takes what registers it needs.
+    measured: what says so.
     """
 
     rows: int
@@ -348,7 +349,7 @@ def launch_rowwise_grouped(
             k_pad // 16,
             *x.stride(),
             **_constexprs(x.dtype, e, fmt, pow2, alignment, row, x.stride(1) == 1, words, target),
-            **_options(fmt, row, target),
+            **_options(x.dtype, fmt, row, target),
             **LAUNCH_OPTIONS,
         )
     return q.view(fmt.dtype), inverse_scale, padded_offs
@@ -369,8 +370,8 @@ def _constexprs(
         "LANES": groups.lanes(e),
         "ALIGNMENT": alignment,
         "ROWS": row.rows,
-        "BLOCK": row.block if dtype.itemsize == 2 else row.block // 2,
-        "HELD": row.held,
+        "BLOCK": row.block,
+        "HELD": max(row.held * 2 // dtype.itemsize, 1),
         "UNIT_STRIDE": unit_stride,
         "WORDS": words,
         "POW2": pow2,
@@ -378,9 +379,10 @@ def _constexprs(
     }
 
 
-def _options(fmt: formats.Format, row: RowwiseGroupedConfig, target: str) -> dict[str, int]:
+def _options(dtype: torch.dtype, fmt: formats.Format, row: RowwiseGroupedConfig, target: str) -> dict[str, int]:
     """Launch options. A limit on NVIDIA's registers is for the native cast: the integer encoder needs more of them."""
-    limited = cast.constants(fmt, target)["NATIVE"] is not None or device.lookup(target).vendor != "nvidia"
+    native = cast.constants(fmt, target)["NATIVE"] is not None
+    limited = (native and dtype.itemsize == 2) or device.lookup(target).vendor != "nvidia"
     return launch.options(row.num_warps, row.programs if limited else 0, target)
 
 
@@ -453,7 +455,7 @@ def compile_specs(arch: str) -> list[CompileSpec]:
 def _compile_spec(fmt: formats.Format, dtype: torch.dtype, e: int, target: str) -> CompileSpec:
     row = launch.config(ROWWISE_GROUPED_CONFIGS, target, size_class(e))
     words = dtype.itemsize == 2
-    launched = _options(fmt, row, target)
+    launched = _options(dtype, fmt, row, target)
     pointers = {"x": _POINTERS[dtype], "q": "*u8", "inverse_scale": "*fp32", "offs": "*i32", "padded_offs": "*i32"}
     return CompileSpec(
         kernel=_quantize_rowwise_grouped_kernel,

@@ -7,6 +7,7 @@ else is compared with the reference. Ops go by the word that a case id begins wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from fp8stack import formats
+from fp8stack.device import detect
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import column_maxima, experts, launch, rowwise
 from suites.cases import (
@@ -216,6 +218,19 @@ def test_pow2_ladder(fmt: str, quantize: Op) -> None:
         assert_equals_reference("experts_transposed", w, fmt, pow2, quantize("experts_transposed", w, fmt, pow2))
 
 
+@pytest.mark.parametrize(
+    "span", [pytest.param(span, id=f"experts_both-e4m3fnuz-bf16-spans-of-{span}") for span in (1, 4)]
+)
+def test_every_row_counts(span: int, device: str) -> None:
+    """Each column has one element, in a row of its own: no span, and no row of one, is left out of the maxima."""
+    w = torch.diag_embed(torch.exp2(torch.arange(1, 38, dtype=torch.float32))).to(torch.bfloat16)[None]
+    target = detect(device).target.name
+    row = launch.config(experts.BOTH_CONFIGS, target, column_maxima.width_class(w.shape[2], w.dtype))
+    row = replace(row, span=span, row_rows=1)
+    result = experts.launch_both(w.to(device), formats.get("e4m3fnuz"), True, row, target)
+    assert_equals_reference("experts_both", w, "e4m3fnuz", True, result)
+
+
 # --- what a unit does to its neighbours -------------------------------------------------------------------------------
 
 SPOILS: dict[str, float] = {"nan": float("nan"), "inf": float("inf"), "neginf": float("-inf"), "zero": 0.0}
@@ -255,7 +270,7 @@ def test_neighbours(op: str, fmt: str, dtype: str, word: str, seed: int, quantiz
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=f"{op}-offsets-past-2e31") for op in list(OPS)[:2]])
+@pytest.mark.parametrize("op", [pytest.param(op, id=f"{op}-offsets-past-2e31") for op in OPS])
 def test_offsets_past_2e31(op: str, quantize: Op, device: str, tmp_path: Path) -> None:
     """Experts whose offset passes 2^31 elements are found: index arithmetic has 64 bits. The buffer is sparse."""
     pitch, (n, k) = 2**30, (3, 33)

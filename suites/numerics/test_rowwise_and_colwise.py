@@ -15,7 +15,7 @@ import torch
 
 from fp8stack import formats
 from fp8stack.formats import UnsupportedDtype
-from fp8stack.kernels import launch, rowwise_and_colwise
+from fp8stack.kernels import column_maxima, launch, rowwise_and_colwise
 from fp8stack.kernels.rowwise_and_colwise import (
     quantize_rowwise_and_colwise,
     quantize_rowwise_and_colwise_reference,
@@ -238,7 +238,7 @@ def test_rows_read_twice(
     fmt: str, dtype: str, word: str, seed: int, quantize: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows too long to stay in registers are read twice; here rows of 300 are too long."""
-    monkeypatch.setattr(rowwise_and_colwise, "_HELD", 256)
+    monkeypatch.setattr(column_maxima, "_HELD", 256)
     x, offs = random_normal((5, 300), DTYPES[dtype], seed), torch.tensor([2], dtype=torch.int32)
     x[3, 290] = torch.nan
     assert_equals_reference(x, offs, fmt, quantize(x, offs, fmt))

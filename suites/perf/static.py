@@ -175,12 +175,11 @@ def launched(job: Job) -> list[CompileSpec]:
 def variants(job: Job) -> list[Job]:
     """The job, and the same in every other format and input type that the codegen suite compiles its kernels for."""
     ran = [spec.kernel for spec in launched(job)]
-    names = {kind: name for name, kind in (("bf16", "*i16"), ("fp32", "*i32"))}
     found = {(job.fmt, job.dtype): job}
     for module in _modules():
         for spec in module.compile_specs(job.arch) if hasattr(module, "compile_specs") else ():
             if spec.encodes and any(spec.kernel is kernel for kernel in ran):
-                dtype = next(names[kind] for kind in spec.signature.values() if kind in names)
+                dtype = "bf16" if "*i16" in spec.signature.values() else "fp32"
                 changed = {**asdict(job), "fmt": spec.fmt, "dtype": dtype}
                 found.setdefault((spec.fmt, dtype), Job(**changed))
     return list(found.values())

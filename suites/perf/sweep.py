@@ -137,7 +137,7 @@ def _column_maxima_configs(k: int, turned: Sequence[Config], arch: device.Arch) 
         for row_rows in (1, 2, 4, 8):
             for ahead in (False, True):
                 held = row_rows * (a_row // 2 * (1 + ahead) + MIN_ELEMENTS_A_CHUNK // 2)
-                if a_row + held + CODE_REGISTERS <= min(arch.registers // threads, arch.thread_registers):
+                if a_row + held + CODE_REGISTERS <= min(arch.registers // threads, 224):
                     rows.append((row_rows, block, warps, ahead))
     tile = min(turned, key=lambda t: (abs(t.rows * t.columns - 16384), abs(t.columns - 64), -t.parts, t.programs))
     beside = min(rows, key=lambda row: (abs(row[2] - 4), row))
@@ -311,7 +311,8 @@ def _rowwise_grouped_configs(shape: Shape, arch: device.Arch) -> Iterator[rowwis
 
 
 def _rowwise_and_colwise_configs(shape: Shape, arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
-    turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and not tile.hints]
+    """As for experts; but colwise.py's tiles exchange nothing between threads, so 16 codes need 16 parts."""
+    turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and tile.parts == 16 and not tile.hints]
     return _column_maxima_configs(shape[1], turned, arch)
 
 

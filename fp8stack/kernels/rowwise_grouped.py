@@ -87,6 +87,12 @@ ROWWISE_GROUPED_CONFIGS: dict[tuple[str, str], RowwiseGroupedConfig] = {
         RowwiseGroupedConfig(128, 64, 2, 1, 0, _INTERPRETER),
         RowwiseGroupedConfig(128, 32, 1, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "e<=32"): RowwiseGroupedConfig(1, 512, 4, 1, 32, "0.90 of a copy: h200/sweep-rowwise_grouped.json"),
+    ("sm_90", "e>32"): RowwiseGroupedConfig(
+        8, 128, 2, 1, 24, "0.56 to 0.68 of a copy: h200/sweep-rowwise_grouped.json"
+    ),
+    # End of the swept rows.
 }
 
 

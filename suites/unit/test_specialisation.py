@@ -17,7 +17,17 @@ import torch
 pytest.importorskip("triton")
 
 from fp8stack import formats
-from fp8stack.kernels import blockwise, colwise, experts, launch, mxfp8, rowwise, rowwise_grouped, tensorwise
+from fp8stack.kernels import (
+    blockwise,
+    colwise,
+    experts,
+    launch,
+    mxfp8,
+    rowwise,
+    rowwise_and_colwise,
+    rowwise_grouped,
+    tensorwise,
+)
 
 TARGET = "sm_90"
 FMT = formats.get("e4m3fn")
@@ -96,6 +106,12 @@ def _rowwise_grouped(tokens: int) -> object:
     return rowwise_grouped.launch_rowwise_grouped(_x(HIDDEN, tokens), OFFS, FMT, True, 16, row, TARGET)
 
 
+def _rowwise_and_colwise(tokens: int) -> object:
+    name = rowwise_and_colwise.size_class(OFFS.shape[0], HIDDEN)
+    row = launch.config(rowwise_and_colwise.ROWWISE_AND_COLWISE_CONFIGS, TARGET, name)
+    return rowwise_and_colwise.launch_rowwise_and_colwise(_x(tokens, HIDDEN), OFFS, FMT, True, 16, row, TARGET)
+
+
 # Case -> call, and how many keys a kernel may have. Codes whose rows are tokens long are stored 16 bytes wide where 16
 # divides their number: two keys. Rows of tokens are also read as words where two divides it: three. MXFP8 writes its
 # scales as words where four divide the blocks: four.
@@ -113,6 +129,7 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "colwise-transposed": (_colwise(pair=False, turned=True), 1),
     "colwise-pair": (_colwise(pair=True), 1),
     "rowwise-grouped": (_rowwise_grouped, 3),
+    "rowwise-and-colwise": (_rowwise_and_colwise, 1),
     "mxfp8-rows": (_mxfp8(1), 1),
     "mxfp8-columns": (_mxfp8(0), 4),
 }
@@ -124,7 +141,7 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
 def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over dozens of token counts each kernel is compiled for one key, or for as many as the case says."""
     recorders = []
-    for module in (rowwise, tensorwise, blockwise, mxfp8, colwise, rowwise_grouped):
+    for module in (rowwise, tensorwise, blockwise, mxfp8, colwise, rowwise_grouped, rowwise_and_colwise):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
                 recorders.append(Recorder(kernel))

@@ -119,7 +119,7 @@ def quantize_rowwise_and_colwise_reference(
 
 
 @jit
-def _place(starts, sizes, program, blocks, M, E, ROW_ROWS: tl.constexpr, LANES: tl.constexpr):
+def _place(starts, sizes, program, blocks, E, ROW_ROWS: tl.constexpr, LANES: tl.constexpr):
     """Group of a program, its place among that group's, and how many of these are for rows.
 
     Groups have their row programs first, then `blocks` for columns. E: no group, its rows are those past the last end.
@@ -172,7 +172,7 @@ def _quantize_rowwise_and_colwise_kernel(
 ):
     starts, sizes = groups.extents(offs, M, E, LANES)
     group, place, row_programs = _place(
-        starts, sizes, tl.program_id(0), tl.cdiv(K, COLUMNS), M, E, ROW_ROWS, LANES
+        starts, sizes, tl.program_id(0), tl.cdiv(K, COLUMNS), E, ROW_ROWS, LANES
     )  # fmt: skip
     start, size, padded_start, padded_size, total = groups.bounds_of(starts, sizes, group, LANES, ALIGNMENT)
     if group == E:

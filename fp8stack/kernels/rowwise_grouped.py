@@ -305,7 +305,8 @@ def _quantize_rowwise_grouped_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * row_stride
     q_row = q + rows.to(tl.int64)[:, None] * (k_pad_blocks * 16)
     inverse_row = inverse_scale + group.to(tl.int64) * M + rows
-    # Neither gathered elements nor halves of words are held: their addresses alone fill the registers.
+    # Neither gathered elements nor halves of words are held, and of these few are taken at a time: their addresses
+    # alone fill the registers.
     if (start % 16 == 0) & (size % 16 == 0):
         _quantize_columns_of_rows(
             x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, ROWS, BLOCK,
@@ -314,8 +315,8 @@ def _quantize_rowwise_grouped_kernel(
         )  # fmt: skip
     else:
         _quantize_columns_of_rows(
-            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, ROWS, BLOCK,
-            0, False, UNIT_STRIDE, WORDS,
+            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, ROWS,
+            BLOCK // 2, 0, False, UNIT_STRIDE, WORDS,
             POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
 

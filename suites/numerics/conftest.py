@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -42,18 +43,22 @@ _GUARD, _POISON = 0xA5, 0xFF  # four bytes of poison are a NaN, and an offset of
 
 @pytest.fixture
 def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Every torch.empty of the test is poisoned and lies between guards; the result, called, fails if one is changed.
+    """What the test allocates is poisoned and lies between guards; the result, called, fails if a guard is changed.
 
-    An op allocates its outputs itself, so there is no other way to see what it writes past their ends.
+    An op allocates its outputs itself (torch.empty with dtype and device, torch.empty_like), so there is no other way
+    to see what it writes past their ends.
     """
     empty = torch.empty
     guards: list[torch.Tensor] = []
 
-    def between_guards(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        used = torch.Size(size).numel() * dtype.itemsize
-        buffer = empty((_GUARD_BYTES + used + _GUARD_BYTES,), dtype=torch.uint8, device=device).fill_(_GUARD)
+    def between_guards(*size: Any, **named: Any) -> torch.Tensor:
+        if set(named) != {"dtype", "device"}:
+            return empty(*size, **named)
+        shape = torch.Size(*size)
+        used = shape.numel() * named["dtype"].itemsize
+        buffer = empty(_GUARD_BYTES + used + _GUARD_BYTES, dtype=torch.uint8, device=named["device"]).fill_(_GUARD)
         guards.extend((buffer[:_GUARD_BYTES], buffer[_GUARD_BYTES + used :]))
-        return buffer[_GUARD_BYTES : _GUARD_BYTES + used].fill_(_POISON).view(dtype).view(size)
+        return buffer[_GUARD_BYTES : _GUARD_BYTES + used].fill_(_POISON).view(named["dtype"]).view(shape)
 
     def check() -> None:
         __tracebackhide__ = True
@@ -62,6 +67,7 @@ def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         assert not any(changed), f"bytes written around the outputs, before and after each: {changed}"
 
     monkeypatch.setattr(torch, "empty", between_guards)
+    monkeypatch.setattr(torch, "empty_like", lambda x: between_guards(x.shape, dtype=x.dtype, device=x.device))
     return check
 
 

@@ -107,9 +107,13 @@ def cases(
 
 
 def grouped(groups: str, width: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (rows of the groups, width) and offs of GROUPS; rows that belong to no group hold infinity."""
+    """x (rows of the groups, width) and offs of GROUPS; rows that belong to no group hold infinity.
+
+    Every other column has the largest element of each group in the group's last row.
+    """
     rows, ends = GROUPS[groups]
     x = random_normal((rows, width), dtype, seed)
+    x[[end - 1 for end in ends if 0 < end <= rows], ::2] *= 128
     x[min(max((*ends, 0)), rows) :] = torch.inf
     return x, offsets(groups)
 

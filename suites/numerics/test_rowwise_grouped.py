@@ -89,9 +89,13 @@ def cases(*suffixes: str, formats_: tuple[str, ...] = FORMATS, dtypes: tuple[str
 
 
 def grouped(groups: str, height: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (height, columns of the groups) and offs of GROUPS; columns that belong to no group hold infinity."""
+    """x (height, columns of the groups) and offs of GROUPS; columns that belong to no group hold infinity.
+
+    Every other row has the largest element of each group in the group's last column.
+    """
     columns, ends = GROUPS[groups]
     x = random_normal((height, columns), dtype, seed)
+    x[::2, [end - 1 for end in ends if 0 < end <= columns]] *= 128
     x[:, min(max((*ends, 0)), columns) :] = torch.inf
     return x, offsets(groups)
 

@@ -113,24 +113,10 @@ def quantize_rowwise_and_colwise_reference(
 
 
 @jit
-<<<<<<< HEAD
 def _place(pieces, place, E, LANES: tl.constexpr):
     """Group that has piece number `place`, of (LANES,) pieces a group, and which of its pieces that is. E: past all."""
     group = tl.minimum(tl.sum((tl.cumsum(pieces, 0) <= place).to(tl.int32), 0), E)
     return group, place - tl.sum(tl.where(tl.arange(0, LANES) < group, pieces, 0), 0)
-=======
-def _place(starts, sizes, program, blocks, E, ROW_ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Group of a program, its place among that group's, and how many of these are for rows.
-
-    Groups have their row programs first, then `blocks` for columns. E: no group, its rows are those past the last end.
-    """
-    lanes = tl.arange(0, LANES)
-    row_programs = (sizes + (ROW_ROWS - 1)) // ROW_ROWS
-    programs = tl.where(lanes < E, row_programs + blocks, 0)
-    group = tl.minimum(tl.sum((tl.cumsum(programs, 0) <= program).to(tl.int32), 0), E)
-    place = program - tl.sum(tl.where(lanes < group, programs, 0), 0)
-    return group, place, tl.sum(tl.where(lanes == group, row_programs, 0), 0)
->>>>>>> w-tests
 
 
 # M and m_pad are token counts: not specialised, or each divisibility by 16 would compile anew.
@@ -166,17 +152,10 @@ def _quantize_rows_kernel(
 ):
     """SPAN rows of a group, and partial[program, :]: the maxima of their columns."""
     starts, sizes = groups.extents(offs, M, E, LANES)
-<<<<<<< HEAD
     group, place = _place(tl.cdiv(sizes, SPAN), tl.program_id(0), E, LANES)
     inside = tl.arange(0, LANES) == group
     start = tl.sum(tl.where(inside, starts, 0), 0)
     size = tl.sum(tl.where(inside, sizes, 0), 0)
-=======
-    group, place, row_programs = _place(
-        starts, sizes, tl.program_id(0), tl.cdiv(K, COLUMNS), E, ROW_ROWS, LANES
-    )  # fmt: skip
-    start, size, padded_start, padded_size, total = groups.bounds_of(starts, sizes, group, LANES, ALIGNMENT)
->>>>>>> w-tests
     if group == E:
         start = tl.max(starts + sizes, 0)
         size = M - start

@@ -45,6 +45,11 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark of harness/plugin.py, for a checkout that is not installed: there pytest does not know the plugin."""
+    config.addinivalue_line("markers", "requires(*requirements, **amounts): what the machine must have")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, in a plain `pytest` too: without --fp8-out the plugin ignores `requires`."""
     marked = [(item, list(item.iter_markers("requires"))) for item in items]

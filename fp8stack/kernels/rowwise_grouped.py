@@ -294,8 +294,9 @@ def _quantize_rowwise_grouped_kernel(
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
 ):
-    # Neighbouring programs take neighbouring groups of the same rows: their memory is contiguous.
-    group, row_block = tl.program_id(0), tl.program_id(1)
+    # Neighbouring programs take neighbouring groups of the same rows: their memory is contiguous. One dimension of the
+    # grid, as CUDA's others end at 65,535.
+    group, row_block = tl.program_id(0) % E, tl.program_id(0) // E
     start, size, padded_start, padded_size, total = groups.bounds(offs, group, K, E, LANES, ALIGNMENT)
     if row_block == 0:
         tl.store(padded_offs + group, padded_start + padded_size)
@@ -344,7 +345,7 @@ def launch_rowwise_grouped(
     padded_offs = torch.empty_like(offs)
     words = x.itemsize == 2 and k % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
     with launch.on_device(x):
-        _quantize_rowwise_grouped_kernel[(e, max(-(-m // row.rows), 1))](
+        _quantize_rowwise_grouped_kernel[(e * max(-(-m // row.rows), 1),)](
             x.view(cast.INPUTS[x.dtype]),
             q,
             inverse_scale,

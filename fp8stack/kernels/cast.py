@@ -49,9 +49,14 @@ def constants(fmt: formats.Format, target: str) -> dict[str, object]:
         "MANTISSA_BITS": fmt.mantissa_bits,
         "NAN_CODE": fmt.nan_code,
         "NEGATIVE_ZERO": fmt.negative_zero,
-        "NATIVE": getattr(tl, _NATIVE_TYPES[fmt.name]) if native else None,
+        "NATIVE": native_type(fmt) if native else None,
         "NATIVE_NAN": native and (target, fmt.name) in _NATIVE_NAN,
     }
+
+
+def native_type(fmt: formats.Format) -> object:
+    """Triton's type of a format. FNUZ types exist on every target but NVIDIA's."""
+    return getattr(tl, _NATIVE_TYPES[fmt.name])
 
 
 def nan_apart(fmt: formats.Format, target: str) -> bool:

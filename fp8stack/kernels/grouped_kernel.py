@@ -102,7 +102,7 @@ def _plain(block_m: int, block_n: int, block_k: int, stages: int) -> GroupedConf
 
 
 def _interpreted(block_k: int, tma: bool, split: int) -> GroupedConfig:
-    return GroupedConfig(32, 64, block_k, 1, 1, tma, tma, False, split, 2, 3, _INTERPRETER)
+    return GroupedConfig(64, 128, block_k, 1, 1, tma, tma, False, split, 2, 3, _INTERPRETER)
 
 
 # (target, size class) -> configuration, in the order of _CLASSES.

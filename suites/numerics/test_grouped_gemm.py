@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -384,6 +385,51 @@ def test_reads_nothing_else(
             guarded, right.transpose(-2, -1), scale_a[3:-3].view(inverse_a.shape), inverse_b, offs, backend=backend
         )
         assert_bits_equal(expected, out, f"product by {backend}")
+
+
+@pytest.mark.skipif(not _triton.INTERPRETING, reason="every address is seen in the interpreter only")
+@cases("addresses", formats_=("e4m3fn",))
+def test_touches_nothing_else(
+    form: str, fmt: str, suffix: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No lane reads or writes past an operand, a scale or offs, whichever way operands are loaded (FBGEMM#6158).
+
+    Values cannot show it: what is read beyond the last row is computed with and thrown away.
+    """
+    from triton.runtime import interpreter
+
+    given = problem(form, (7, 0, 33), 0, N, K, fmt, seed)
+    tensors = (given.a, given.b, given.inverse_a, given.inverse_b, given.offs)
+    apart = [torch.zeros(x.numel() * x.itemsize + 8192, dtype=torch.uint8) for x in tensors]  # guards to either side
+    moved = []
+    for x, buffer in zip(tensors, apart, strict=True):
+        turned = x.transpose(-2, -1) if x is given.b else x
+        inside = buffer[4096:-4096].view(turned.dtype).view(turned.shape).copy_(turned)
+        moved.append(inside.transpose(-2, -1) if x is given.b else inside)
+    guards = [(buffer.data_ptr(), buffer.numel()) for buffer in apart]
+    seen: list[int] = []
+
+    def watched(name: str, real: Any) -> Any:
+        def access(pointers: Any, *rest: Any) -> Any:
+            addresses = pointers[rest[0 if name == "load" else 1]].astype("int64")
+            for base, size in guards:
+                beside = (addresses >= base) & (addresses < base + size)
+                beside &= (addresses < base + 4096) | (addresses >= base + size - 4096)
+                seen.append(int(beside.sum()))
+            return real(pointers, *rest)
+
+        return access
+
+    real = interpreter._interpreter
+    fake = SimpleNamespace(**{name: getattr(real, name) for name in dir(real)})
+    fake.load, fake.store = watched("load", real.load), watched("store", real.store)
+    monkeypatch.setattr(interpreter, "_interpreter", fake)
+    row = grouped_kernel.GROUPED_CONFIGS["cpu", grouped_kernel.size_class(form == "rows", "fp8")]
+    for tma in (True, False):
+        changed = replace(row, tma=tma, flatten=tma, block_k=64)  # divides neither K nor a group
+        grouped_kernel.launch_grouped(*moved, torch.float32, 16, False, changed, "cpu")
+    assert len(seen) > 50
+    assert sum(seen) == 0, f"{sum(seen)} accesses beside an operand"
 
 
 @cases("twice", formats_=("e4m3fn",))

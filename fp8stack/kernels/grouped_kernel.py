@@ -685,7 +685,7 @@ def _compile_spec(
     along = in_rows or kind != "bf16"
     return CompileSpec(
         kernel=_grouped_kernel,
-        case=f"grouped-{fmt}-{'rows' if in_rows else 'contraction'}{'-exact' if kind == 'fp8-exact' else ''}",
+        case=f"grouped_gemm-{fmt}-{'rows' if in_rows else 'contraction'}{'-exact' if kind == 'fp8-exact' else ''}",
         fmt=fmt,
         signature={**pointers, **dict.fromkeys(numbers, "i32")},
         constexprs=_constexprs(
@@ -715,7 +715,7 @@ def _list_compile_spec(target: str, row: GroupedConfig) -> CompileSpec:
     pointers = {"offs": "*i32", "listed": "*i32", "out": "*bf16"}
     return CompileSpec(
         kernel=_list_tiles_kernel,
-        case="grouped-list-e32",
+        case="grouped_gemm-list-e32",
         fmt="bf16",
         signature={**pointers, **dict.fromkeys(("ROWS", "COLUMNS", "DEPTH", "E", "capacity"), "i32")},
         constexprs=_list_constexprs(32, row, target, True, groups.MULTIPLE),

@@ -85,7 +85,7 @@ def cases(*suffixes: str, formats_: tuple[str, ...] = tuple(ARCH_OF)) -> pytest.
     return pytest.mark.parametrize(
         ("form", "fmt", "suffix"),
         [
-            pytest.param(form, fmt, suffix, id=f"grouped-{fmt}-{form}-{suffix}")
+            pytest.param(form, fmt, suffix, id=f"grouped_gemm-{fmt}-{form}-{suffix}")
             for form in ("rows", "contraction")
             for fmt in formats_
             for suffix in suffixes
@@ -245,7 +245,7 @@ def test_fast_accumulation(
             assert_bits_equal(*results, f"{backend} with and without fast accumulation")
 
 
-@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"grouped-{fmt}-mixed") for fmt in ARCH_OF])
+@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"grouped_gemm-{fmt}-mixed") for fmt in ARCH_OF])
 def test_mixed_formats(fmt: str, device: str, seed: int, backends: tuple[str, ...], record_property: Record) -> None:
     """e5m2 by e4m3 and e5m2 by e5m2, which torch's grouped products do not take."""
     e5m2 = {"e4m3fn": "e5m2", "e4m3fnuz": "e5m2fnuz"}[fmt]
@@ -281,7 +281,7 @@ def paths() -> list[Any]:
     ):
         for tma in (True, False):
             layout = "".join("k" if one else "m" for one in along)
-            name = f"grouped-{kind}-{'rows' if in_rows else 'contraction'}-{layout}-{'tma' if tma else 'plain'}"
+            name = f"grouped_gemm-{kind}-{'rows' if in_rows else 'contraction'}-{layout}-{'tma' if tma else 'plain'}"
             found.append(pytest.param(kind, in_rows, along, tma, id=name))
     return found
 
@@ -530,7 +530,8 @@ def test_bf16_nan_stays_in_its_group(backend: str, device: str, seed: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("n", "k"), [pytest.param(n, k, id=f"grouped-{n}x{k}-any-size") for n, k in ((10, 20), (1, 1), (17, 1), (1, 33))]
+    ("n", "k"),
+    [pytest.param(n, k, id=f"grouped_gemm-{n}x{k}-any-size") for n, k in ((10, 20), (1, 1), (17, 1), (1, 33))],
 )
 def test_any_size(n: int, k: int, device: str, seed: int, record_property: Record) -> None:
     """The references take any N and K (pytorch#172440), and pad=True lets every backend."""

@@ -410,7 +410,11 @@ PEERS: dict[str, Callable[[], Peer | None]] = {
 
 def check_first(ops: Sequence[str]) -> int:
     """Run the numerics cases of `ops` through pytest on this GPU; pytest's exit code."""
-    rules = " or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops))
+    return run_cases(" or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops)))
+
+
+def run_cases(rules: str) -> int:
+    """Run the numerics cases that pytest's -k `rules` selects; pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "suites/numerics", "-k", rules]
     print("correct first:", " ".join(command[1:]), file=sys.stderr, flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode

@@ -74,7 +74,7 @@ def detected(target: str, override: str | None) -> Detected:
     return Detected(device.lookup(override or target), device.lookup(target), "chosen by the test", bool(override))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=f"grouped-backend-{name}") for name in CHOICES])
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"grouped_gemm-backend-{name}") for name in CHOICES])
 def test_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One table decides; a format that the device lacks runs only where the override asks for it, else it is named."""
     target, override, left, right, out_dtype, expected = CHOICES[name]
@@ -147,7 +147,9 @@ def test_unaligned_groups_are_named() -> None:
     assert grouped_mm(a.float(), b.float(), offs).shape == (4, 32, 48)  # high precision takes any
 
 
-@pytest.mark.parametrize("given", [pytest.param(name, id=f"grouped-offs-{name}") for name in ("int64", "length", "2d")])
+@pytest.mark.parametrize(
+    "given", [pytest.param(name, id=f"grouped_gemm-offs-{name}") for name in ("int64", "length", "2d")]
+)
 def test_offs_of_another_kind(given: str) -> None:
     """offs of another dtype, length or rank is refused before anything is read."""
     offs = {"int64": ends(4, 4).long(), "length": ends(4, 4, 0), "2d": ends(4, 4)[None]}[given]
@@ -288,7 +290,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=f"grouped-refuses-{name}") for name in REFUSALS])
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"grouped_gemm-refuses-{name}") for name in REFUSALS])
 def test_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hardware cannot take is a ValueError that names the operand or dimension, on a CPU too."""
     monkeypatch.delenv("FP8STACK_ARCH", raising=False)
@@ -308,7 +310,7 @@ def test_refuses_other_dtypes() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [pytest.param(True, id="grouped-empty-rows"), pytest.param(False, id="grouped-empty-contraction")]
+    "rows", [pytest.param(True, id="grouped_gemm-empty-rows"), pytest.param(False, id="grouped_gemm-empty-contraction")]
 )
 def test_nothing_to_multiply(rows: bool) -> None:
     """No tokens: no rows, or gradients that are zero; libraries refuse to contract nothing (pytorch/pytorch#192497)."""
@@ -370,7 +372,9 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.fixture(params=[pytest.param("cuda", id="grouped-torch-cuda"), pytest.param("rocm", id="grouped-torch-rocm")])
+@pytest.fixture(
+    params=[pytest.param("cuda", id="grouped_gemm-torch-cuda"), pytest.param("rocm", id="grouped_gemm-torch-rocm")]
+)
 def vendor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """torch as built for a vendor, on its GPU: sm_90, or gfx942."""
     if request.param == "rocm":
@@ -468,3 +472,32 @@ def test_no_backend_without_a_record() -> None:
     """BACKENDS and the tables name the same backends."""
     named = {row[-1] for row in (*grouped_gemm._TABLE, *grouped_gemm._TABLE_BF16)}
     assert named <= set(grouped_gemm.BACKENDS)
+
+
+def test_the_timing_script_sees_a_wrong_result() -> None:
+    """suites/perf/grouped_gemm.py reports no time for a result with a NaN, a foreign row or one wrong element."""
+    from suites.perf import grouped_gemm as perf
+
+    expected = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert perf.wrong(expected, expected.clone()) is None
+    assert perf.wrong(expected, (expected.float() * (1 + 2.0**-7)).bfloat16()) is None
+    for at, value in (((3, 4), float("nan")), ((3, 4), float(expected[3, 4]) + 0.3), ((7,), 0.0)):
+        spoilt = expected.clone()
+        spoilt[at] = value
+        assert perf.wrong(expected, spoilt) is not None, (at, value)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=f"grouped_gemm-sweep-{kind}") for kind in grouped_kernel.KINDS])
+def test_the_sweep_has_the_table_s_rows(kind: str) -> None:
+    """What is swept on an H200 fits its shared memory, contains the table's tile, and differs in every configuration."""
+    from suites.perf import grouped_gemm as perf
+
+    for in_rows in (True, False):
+        rows = perf.chosen_configs(kind, 227 * 1024, in_rows, 16, 140)
+        assert len({perf.name(row) for row in rows}) == len(rows) == 140
+        assert in_rows or not any(row.specialize for row in rows)
+        table = grouped_kernel.GROUPED_CONFIGS["sm_90", grouped_kernel.size_class(in_rows, kind)]
+        assert any((row.block_m, row.block_n) == (table.block_m, table.block_n) for row in rows)
+        for row in rows:
+            loads = (row.block_m + row.block_n) * row.block_k * row.stages * (2 if kind == "bf16" else 1)
+            assert loads * row.programs <= 227 * 1024, row

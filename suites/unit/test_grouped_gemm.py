@@ -489,7 +489,7 @@ def test_the_timing_script_sees_a_wrong_result() -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=f"grouped_gemm-sweep-{kind}") for kind in grouped_kernel.KINDS])
 def test_the_sweep_has_the_table_s_rows(kind: str) -> None:
-    """What is swept on an H200 fits its shared memory, contains the table's tile, and differs in every configuration."""
+    """What is swept fits the shared memory of an H200, contains the table's tile, and names no configuration twice."""
     from suites.perf import grouped_gemm as perf
 
     for in_rows in (True, False):

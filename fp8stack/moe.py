@@ -173,16 +173,20 @@ def _(offs, m, k):
 
 
 class _Float8GroupedMM(torch.autograd.Function):
-    """x (M,K), offs (E,), weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple."""
+    """x (M,K), offs (E,), weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple.
+
+    training: gradients are recorded. Asked outside: in here they never are, and needs_input_grad does not know.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, training: bool, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         recipe = plan.recipe
         ctx.plan, ctx.dtype = plan, x.dtype
-        ctx.codes_kept = recipe.grad_weight and recipe.saved_input == "codes" and any(ctx.needs_input_grad[3:])
-        ctx.turned_kept = recipe.saved_weight == "codes" and ctx.needs_input_grad[0]
+        need_x, need_weights = training and ctx.needs_input_grad[0], training and any(ctx.needs_input_grad[4:])
+        ctx.codes_kept = recipe.grad_weight and recipe.saved_input == "codes" and need_weights
+        ctx.turned_kept = recipe.saved_weight == "codes" and need_x
         kept: list[torch.Tensor] = [x]
         if ctx.codes_kept:
             rows, column = plan.rows_and_columns(x, offs)
@@ -205,7 +209,7 @@ class _Float8GroupedMM(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: ExpertPlan = ctx.plan
-        need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         offs, *kept = ctx.saved_tensors
         column: ColumnCodes | None = None
         x: torch.Tensor | None = None
@@ -240,7 +244,7 @@ class _Float8GroupedMM(torch.autograd.Function):
                 assert x is not None
                 grad_weight = grouped_mm(grad.t(), x, offs)
             grad_weights.append(grad_weight)
-        return grad_x, None, None, *grad_weights
+        return grad_x, None, None, None, *grad_weights
 
 
 def _product(left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
@@ -281,7 +285,7 @@ def fp8_grouped_mm(
                 )
     if plan.recipe.unaligned_groups == "refuse":
         offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment)
-    return _Float8GroupedMM.apply(x, offs, plan, *weights)
+    return _Float8GroupedMM.apply(x, offs, plan, torch.is_grad_enabled(), *weights)
 
 
 class _HighPrecisionGroupedMM(torch.autograd.Function):

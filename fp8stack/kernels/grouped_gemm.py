@@ -41,7 +41,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8stack import device, formats
-from fp8stack._triton import LAUNCH_OPTIONS, jit, tl
+from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
 from fp8stack.kernels import grouped_kernel, groups, launch
 
 MULTIPLE = 16
@@ -154,16 +154,21 @@ def _check_offs(offs: torch.Tensor, m: int, alignment: int) -> None:
         require_good_offs(groups.bounds_reference(offs, m, 1)[1], m, alignment)
 
 
-@jit(do_not_specialize=["M", "E"])
+@jit(do_not_specialize=["M"])
 def _settle_offs_kernel(offs, ends, M, E, LANES: tl.constexpr, ALIGNMENT: tl.constexpr):
     lanes = tl.arange(0, LANES)
     starts, sizes = groups.extents(offs, M, E, LANES)
     tl.store(ends + lanes, (starts + sizes) // ALIGNMENT * ALIGNMENT, mask=lanes < E)
 
 
+def _by_kernel(x: torch.Tensor) -> bool:
+    """Whether a small kernel prepares and mends a library's product, or plain torch; on the meta device the latter."""
+    return x.device.type != "meta" and launch.implementation(x) == "triton"
+
+
 def settled(offs: torch.Tensor, m: int, alignment: int = 1) -> torch.Tensor:
     """offs as torch may see them: in [0, m], never decreasing, rounded down to multiples. Works on the device."""
-    if offs.device.type != "cuda":
+    if not _by_kernel(offs):
         return groups.bounds_reference(offs, m, 1)[1] // alignment * alignment
     ends, e = torch.empty_like(offs), offs.shape[0]
     with launch.on_device(offs):
@@ -209,7 +214,7 @@ def mended(out: torch.Tensor, offs: torch.Tensor, m: int, alignment: int) -> tor
     #172439, tgale96/grouped_gemm#36). Nothing is written where nothing has to be.
     """
     in_rows, e = out.dim() == 2, offs.shape[0]
-    if out.device.type != "cuda":
+    if not _by_kernel(out):
         starts, ends, _ = groups.bounds_reference(offs, m, 1)
         if in_rows:
             out[int(ends[-1]) :] = 0.0
@@ -219,7 +224,7 @@ def mended(out: torch.Tensor, offs: torch.Tensor, m: int, alignment: int) -> tor
         return out
     assert out.is_contiguous()
     with launch.on_device(out):
-        _mend_kernel[(_MEND_PROGRAMS,)](
+        _mend_kernel[(_MEND_PROGRAMS if out.device.type == "cuda" else 2,)](
             out,
             offs.contiguous(),
             m,
@@ -619,3 +624,38 @@ def _cut(out: torch.Tensor, rows: int, n: int) -> torch.Tensor:
     if out.shape[-1] == n and out.shape[-2] == rows:
         return out
     return out[..., :rows, :n].contiguous()
+
+
+def compile_specs(arch: str) -> list[CompileSpec]:
+    """The small kernels around a library's product, for the codegen suite; the product's own: grouped_kernel.py."""
+    device.lookup(arch)
+    pointers, numbers = {"out": "*bf16", "offs": "*i32"}, ("M", "COLUMNS", "GROUP", "E")
+    specs = [
+        CompileSpec(
+            kernel=_settle_offs_kernel,
+            case="grouped_gemm-settle-e32",
+            fmt="bf16",
+            signature={"offs": "*i32", "ends": "*i32", "M": "i32", "E": "i32"},
+            constexprs={"LANES": 32, "ALIGNMENT": MULTIPLE},
+            num_warps=1,
+            divisible=("offs", "ends"),
+            within_2gb=("offs", "ends"),
+            wide_bytes=0,  # it reads offs, once
+            encodes=False,
+        )
+    ]
+    for in_rows in (True, False):
+        specs.append(
+            CompileSpec(
+                kernel=_mend_kernel,
+                case=f"grouped_gemm-mend-{'rows' if in_rows else 'contraction'}-e32",
+                fmt="bf16",
+                signature={**pointers, **dict.fromkeys(numbers, "i32")},
+                constexprs={"LANES": 32, "IN_ROWS": in_rows, "ALIGNMENT": MULTIPLE, "CLEARED": _CLEARED},
+                divisible=(*pointers, "COLUMNS", "GROUP"),
+                within_2gb=tuple(pointers),
+                wide_bytes=0,  # it reads offs, and writes where there is something to mend
+                encodes=False,
+            )
+        )
+    return specs

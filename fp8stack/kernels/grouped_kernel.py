@@ -551,8 +551,10 @@ def _list_constexprs(e: int, row: GroupedConfig, target: str, in_rows: bool, ali
     }
 
 
-def _options(row: GroupedConfig, target: str) -> dict[str, int]:
-    options = {"num_warps": row.num_warps, "num_stages": row.stages}
+def _options(row: GroupedConfig, target: str, out_dtype: torch.dtype) -> dict[str, int]:
+    # A float32 tile takes twice the shared memory on its way out, which is that of a stage and a third.
+    stages = row.stages - 1 if out_dtype == torch.float32 and row.stages > 3 else row.stages
+    options = {"num_warps": row.num_warps, "num_stages": stages}
     if target.startswith("gfx9"):
         options["matrix_instr_nonkdim"] = 16
     if target.startswith("gfx94"):
@@ -644,7 +646,7 @@ def launch_grouped(
                 exact=exact,
                 alignment=alignment,
             ),
-            **_options(row, target),
+            **_options(row, target, out_dtype),
             **LAUNCH_OPTIONS,
         )
     return out.to(out_dtype)
@@ -653,9 +655,9 @@ def launch_grouped(
 def compile_specs(arch: str) -> list[CompileSpec]:
     """The production configurations of the kernels on an arch, for the codegen suite.
 
-    Both forms in the arch's own e4m3, with and without a float32 sum where that is another kernel, and in bf16 with the
-    layouts of a layer: weights as they are stored, gradients of them from row-major tokens. K is 7168; groups along the
-    contraction are padded to 16, in bf16 not at all.
+    Both forms in the arch's own e4m3, with and without a float32 sum where that is another kernel, with float32 output,
+    and in bf16 with the layouts of a layer: weights as they are stored, gradients of them from row-major tokens. K is
+    7168; groups along the contraction are padded to 16, in bf16 not at all.
     """
     name = device.lookup(arch).name
     fp8 = formats.get(device.lookup(arch).e4m3).dtype
@@ -667,25 +669,44 @@ def compile_specs(arch: str) -> list[CompileSpec]:
             dtype = torch.bfloat16 if kind == "bf16" else fp8
             row = launch.config(GROUPED_CONFIGS, name, size_class(in_rows, kind))
             alignment = 1 if kind == "bf16" else groups.MULTIPLE
-            specs.append(_compile_spec(name, dtype, row, in_rows, kind, alignment))
+            specs.append(_compile_spec(name, dtype, row, in_rows, kind, alignment, torch.bfloat16))
+            if in_rows and kind == kinds[0]:
+                specs.append(_compile_spec(name, dtype, row, in_rows, kind, alignment, torch.float32))
     specs.append(_list_compile_spec(name, launch.config(GROUPED_CONFIGS, name, size_class(True, "fp8"))))
     return specs
 
 
 def _compile_spec(
-    target: str, dtype: torch.dtype, row: GroupedConfig, in_rows: bool, kind: str, alignment: int
+    target: str,
+    dtype: torch.dtype,
+    row: GroupedConfig,
+    in_rows: bool,
+    kind: str,
+    alignment: int,
+    out_dtype: torch.dtype,
 ) -> CompileSpec:
     fmt = "bf16" if kind == "bf16" else formats.get(dtype).name
-    options = _options(row, target)
+    options = _options(row, target, out_dtype)
+    wide = out_dtype == torch.float32
+    name = (
+        f"{'rows' if in_rows else 'contraction'}{'-exact' if kind == 'fp8-exact' else ''}{'-float32' if wide else ''}"
+    )
     integers = "*i16" if kind == "bf16" else "*u8"
     scales = {} if kind == "bf16" else {"inverse_scale_a": "*fp32", "inverse_scale_b": "*fp32"}
     unscaled = {} if scales else dict.fromkeys(("inverse_scale_a", "inverse_scale_b"), "*i32")
-    pointers = {"a": integers, "b": integers, **scales, **unscaled, "listed": "*i32", "out": "*bf16"}
+    pointers = {
+        "a": integers,
+        "b": integers,
+        **scales,
+        **unscaled,
+        "listed": "*i32",
+        "out": "*fp32" if wide else "*bf16",
+    }
     numbers = ("ROWS", "COLUMNS", "DEPTH", "E", "capacity", "a_pitch", "b_pitch")
     along = in_rows or kind != "bf16"
     return CompileSpec(
         kernel=_grouped_kernel,
-        case=f"grouped_gemm-{fmt}-{'rows' if in_rows else 'contraction'}{'-exact' if kind == 'fp8-exact' else ''}",
+        case=f"grouped_gemm-{fmt}-{name}",
         fmt=fmt,
         signature={**pointers, **dict.fromkeys(numbers, "i32")},
         constexprs=_constexprs(

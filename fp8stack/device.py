@@ -46,6 +46,8 @@ class Arch:
     e4m3, e5m2: names of the formats (fp8stack.formats) that training uses on this arch.
     native_fp8_matmul: it has FP8 matrix instructions; without them FP8 is emulated.
     wave_size: threads that run in step. lds_bytes: LDS a compute unit, or shared memory an SM, in bytes.
+    registers: 32-bit vector registers of a compute unit or SM. thread_registers: most that one thread can have.
+    threads: most of one workgroup or block.
     """
 
     name: str
@@ -55,6 +57,9 @@ class Arch:
     native_fp8_matmul: bool
     wave_size: int
     lds_bytes: int
+    registers: int
+    thread_registers: int
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -68,37 +73,51 @@ class Detected:
 
 
 def _rows(
-    names: Iterable[str], vendor: str, e4m3: str, e5m2: str, native: bool, wave_size: int, lds_kib: int
+    names: Iterable[str],
+    vendor: str,
+    e4m3: str,
+    e5m2: str,
+    native: bool,
+    wave_size: int,
+    lds_kib: int,
+    kiregisters: int,
+    thread_registers: int,
 ) -> Iterable[tuple[str, Arch]]:
-    return [(name, Arch(name, vendor, e4m3, e5m2, native, wave_size, lds_kib * KIB)) for name in names]
+    sizes = (wave_size, lds_kib * KIB, kiregisters * KIB, thread_registers, 0 if vendor == "cpu" else 1024)
+    return [(name, Arch(name, vendor, e4m3, e5m2, native, *sizes)) for name in names]
 
 
 # Formats: AMD's CDNA 3 and CDNA 4 instruction set manuals, NVIDIA's PTX ISA (cvt, mma). LDS and shared memory: the same
-# manuals, and the compute capability table of the CUDA programming guide.
+# manuals, and the compute capability table of the CUDA programming guide. Registers and threads: that table, and LLVM's
+# AMDGPUBaseInfo (getTotalNumVGPRs, getAddressableNumVGPRs): lanes times the VGPRs of a SIMD, on 4 SIMDs a compute unit
+# of CDNA and 2 of RDNA. From gfx90a on a thread addresses 256 accumulation registers of the same file too.
 ARCHS: dict[str, Arch] = dict(
     [
         # MI300A, MI300X, MI325X
-        *_rows(("gfx940", "gfx941", "gfx942"), "amd", "e4m3fnuz", "e5m2fnuz", True, 64, 64),
+        *_rows(("gfx940", "gfx941", "gfx942"), "amd", "e4m3fnuz", "e5m2fnuz", True, 64, 64, 128, 512),
         # MI350X, MI355X
-        *_rows(("gfx950",), "amd", "e4m3fn", "e5m2", True, 64, 160),
+        *_rows(("gfx950",), "amd", "e4m3fn", "e5m2", True, 64, 160, 128, 512),
         # RDNA 4
-        *_rows(("gfx1200", "gfx1201"), "amd", "e4m3fn", "e5m2", True, 32, 64),
+        *_rows(("gfx1200", "gfx1201"), "amd", "e4m3fn", "e5m2", True, 32, 64, 96, 256),
         # MI100, MI200, RDNA 3, RDNA 3.5: no FP8 matrix instructions
-        *_rows(("gfx908", "gfx90a"), "amd", "e4m3fn", "e5m2", False, 64, 64),
-        *_rows(("gfx1100", "gfx1101", "gfx1102", "gfx1103"), "amd", "e4m3fn", "e5m2", False, 32, 64),
-        *_rows(("gfx1150", "gfx1151", "gfx1152", "gfx1153"), "amd", "e4m3fn", "e5m2", False, 32, 64),
+        *_rows(("gfx908",), "amd", "e4m3fn", "e5m2", False, 64, 64, 64, 256),
+        *_rows(("gfx90a",), "amd", "e4m3fn", "e5m2", False, 64, 64, 128, 512),
+        *_rows(("gfx1100", "gfx1101", "gfx1151"), "amd", "e4m3fn", "e5m2", False, 32, 64, 96, 256),
+        *_rows(
+            ("gfx1102", "gfx1103", "gfx1150", "gfx1152", "gfx1153"), "amd", "e4m3fn", "e5m2", False, 32, 64, 64, 256
+        ),
         # Hopper, Blackwell
-        *_rows(("sm_90", "sm_100", "sm_103"), "nvidia", "e4m3fn", "e5m2", True, 32, 228),
+        *_rows(("sm_90", "sm_100", "sm_103"), "nvidia", "e4m3fn", "e5m2", True, 32, 228, 64, 255),
         # Ada, Blackwell for workstations
-        *_rows(("sm_89",), "nvidia", "e4m3fn", "e5m2", True, 32, 100),
-        *_rows(("sm_120",), "nvidia", "e4m3fn", "e5m2", True, 32, 100),
+        *_rows(("sm_89",), "nvidia", "e4m3fn", "e5m2", True, 32, 100, 64, 255),
+        *_rows(("sm_120",), "nvidia", "e4m3fn", "e5m2", True, 32, 100, 64, 255),
         # before Ada: no FP8 matrix instructions
-        *_rows(("sm_70",), "nvidia", "e4m3fn", "e5m2", False, 32, 96),
-        *_rows(("sm_75",), "nvidia", "e4m3fn", "e5m2", False, 32, 64),
-        *_rows(("sm_80", "sm_87"), "nvidia", "e4m3fn", "e5m2", False, 32, 164),
-        *_rows(("sm_86",), "nvidia", "e4m3fn", "e5m2", False, 32, 100),
+        *_rows(("sm_70",), "nvidia", "e4m3fn", "e5m2", False, 32, 96, 64, 255),
+        *_rows(("sm_75",), "nvidia", "e4m3fn", "e5m2", False, 32, 64, 64, 255),
+        *_rows(("sm_80", "sm_87"), "nvidia", "e4m3fn", "e5m2", False, 32, 164, 64, 255),
+        *_rows(("sm_86",), "nvidia", "e4m3fn", "e5m2", False, 32, 100, 64, 255),
         # OCP unless FP8STACK_ARCH says otherwise
-        *_rows(("cpu",), "cpu", "e4m3fn", "e5m2", False, 1, 0),
+        *_rows(("cpu",), "cpu", "e4m3fn", "e5m2", False, 1, 0, 0, 0),
     ]
 )
 

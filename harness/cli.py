@@ -86,11 +86,24 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("--root", type=Path, metavar="DIR", help="checkout for --current (default: the nearest one)")
     gate.set_defaults(call=_gate)
 
+    selftest = commands.add_parser("selftest", help="seed known faults into copies of the tree; each must be seen")
+    selftest.add_argument(
+        "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
+    )
+    selftest.add_argument("--only", action="append", default=[], metavar="NAME,...", help="faults (default: all)")
+    selftest.add_argument("--out", type=Path, metavar="DIR", help="keep the evidence of each fault in DIR/NAME")
+    selftest.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    selftest.add_argument("--json", action="store_true", help="one JSON object")
+    selftest.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    selftest.set_defaults(call=_selftest)
+
     platforms = commands.add_parser("platforms", help="list the platforms")
     platforms.add_argument("--json", action="store_true", help="a JSON array, as a CI matrix wants it")
     platforms.set_defaults(call=_platforms)
 
     _baseline(commands.add_parser("baseline", help="record or check baselines"))
+
+    _isa(commands.add_parser("isa", help="machine code of the kernels, compiled now, without a GPU"))
 
     explain = commands.add_parser("explain", help="what a verdict means and what to do about it")
     explain.add_argument("verdict", nargs="?", metavar="VERDICT", help="one of the verdicts; none lists them all")
@@ -106,7 +119,9 @@ def _selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", action="append", default=[], metavar="NAME,...", help="suites (default: those that must run)"
     )
-    parser.add_argument("--case", metavar="GLOB", help="only tests whose case id matches, such as 'rowwise*'")
+    parser.add_argument(
+        "--case", metavar="GLOB,...", help="only tests whose case id matches, such as 'rowwise*', or a whole test id"
+    )
     parser.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
 
 
@@ -126,6 +141,17 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
     lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
     lint.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     lint.set_defaults(call=_lint)
+
+
+def _isa(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="isa_command", required=True, metavar="COMMAND")
+    show = commands.add_parser("show", help="a kernel's hot loop and facts, or what changed in them since a revision")
+    show.add_argument("kernel", metavar="KERNEL", help="a case of the codegen suite, or a glob such as 'rowwise*'")
+    show.add_argument("--arch", required=True, metavar="ARCH", help="what to compile for: gfx942, gfx950, sm_90 ...")
+    show.add_argument("--against", metavar="REVISION", help="show what changed since a git revision, compiled now too")
+    show.add_argument("--json", action="store_true", help="a JSON array, an object a kernel")
+    show.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    show.set_defaults(call=_show)
 
 
 # Commands ----------------------------------------------------------------------------------------------------------
@@ -218,6 +244,36 @@ def _gate(options: argparse.Namespace) -> int:
         told.append(f"... and {len(differences) - 15} more")
     _print(summary.render(judgement, run) + "\n## Judged with this checkout's baselines\n\n" + "\n".join(told) + "\n")
     return judgement.exit_code
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    from harness import selftest
+
+    root = _root(options.root)
+    platform, _ = _resolve(options.platform)
+    names = _names(options.only, "--only", "fault")
+    tested = selftest.execute(root, platform, names, options.out, (lambda text: None) if options.quiet else _say)
+    if options.json:
+        faults = [
+            {
+                "name": outcome.fault.name,
+                "claim": outcome.fault.claim,
+                "archs": outcome.fault.archs,
+                "verdict": outcome.verdict,
+                "message": outcome.message,
+                "seconds": round(outcome.seconds, 3),
+                "tests": [{"id": s.id, "verdict": s.verdict, "message": s.message} for s in outcome.seen],
+            }
+            for outcome in tested.outcomes
+        ]
+        counts = {"detected": tested.detected, "tried": tested.tried, "seconds": round(tested.seconds, 3)}
+        _print(json.dumps({"platform": platform.id, **counts, "faults": faults}, indent=1) + "\n")
+    else:
+        width = max((len(outcome.fault.name) for outcome in tested.outcomes), default=0)
+        lines = [f"{outcome.fault.name:{width}}  {selftest.told(outcome)}" for outcome in tested.outcomes]
+        power = f"detection power {tested.detected}/{tested.tried} in {tested.seconds:.0f} s"
+        _print("\n".join([*lines, power]) + "\n")
+    return tested.exit_code
 
 
 def _platforms(options: argparse.Namespace) -> int:
@@ -320,6 +376,23 @@ def _lint(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _show(options: argparse.Namespace) -> int:
+    from harness import listings
+    from harness.report import isa
+
+    root = _root(options.root)
+    listings.check_arch(options.arch)
+    commit = None if options.against is None else listings.revision(root, options.against)
+    sides = [listings.compile_matching(root, root, options.kernel, options.arch)]
+    if commit is not None:
+        with listings.worktree(root, commit) as base:
+            sides.append(listings.compile_matching(root, base, options.kernel, options.arch))
+    listings.check_matched(options.kernel, options.arch, sides)
+    before = None if commit is None else sides[1].kernels
+    _print(isa.report(sides[0].kernels, before, options.against, plain_data=options.json))
+    return 0
+
+
 def _explain(options: argparse.Namespace) -> int:
     if options.verdict is None:
         for verdict, rule in VERDICTS.items():
@@ -354,9 +427,13 @@ def policy_of(environment: Mapping[str, str]) -> str:
 
 def _suites(given: Sequence[str]) -> tuple[str, ...]:
     """`--suite a,b --suite c` -> (a, b, c); an empty word is an error, not `all suites`."""
+    return _names(given, "--suite", "suite")
+
+
+def _names(given: Sequence[str], option: str, what: str) -> tuple[str, ...]:
     names = tuple(name.strip() for text in given for name in text.split(","))
     if any(not name for name in names):
-        raise UsageError("--suite names an empty suite", "names separated by commas", "such as numerics,codegen")
+        raise UsageError(f"{option} names an empty {what}", "names separated by commas", f"correct {option}")
     return names
 
 

@@ -108,6 +108,14 @@ class Selector:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self.settings = settings
         self.machine: capabilities.Capabilities | None = None
+        self.modules = manifest.modules_of(settings.case, settings.suite)
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Import no file of which `--fp8-case` names no test, where it names whole ids."""
+        if not self.modules or collection_path.suffix != ".py":
+            return None
+        module = manifest.from_node_id(collection_path.as_posix(), self.settings.suite).partition("/")[2]
+        return None if module in self.modules else True
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

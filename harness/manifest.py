@@ -64,11 +64,28 @@ def to_node_id(test_id: str) -> str:
 
 
 def case_matches(test_id: str, glob: str | None) -> bool:
-    """Whether `--case GLOB` selects this test; no glob selects every test. Brackets in the case are plain text."""
-    if glob is None:
+    """Whether `--case GLOB,...` selects this test; no glob selects every test. Brackets in the case are plain text.
+
+    A whole test id, as reports print it, selects that test.
+    """
+    if glob is None or glob == test_id:
         return True
     test, bracket, case = test_id.rpartition("::")[2].partition("[")
-    return fnmatch.fnmatchcase(case.removesuffix("]") if bracket else test.removeprefix("test_"), glob)
+    case = case.removesuffix("]") if bracket else test.removeprefix("test_")
+    return any(item == test_id or fnmatch.fnmatchcase(case, item) for item in glob.split(","))
+
+
+def modules_of(glob: str | None, suite: str) -> frozenset[str]:
+    """The modules of a suite in which `--case` can select anything; none where it may be all of them.
+
+    That is known of whole test ids only. It saves the import of every other module.
+    """
+    found = [_ID.fullmatch(item) for item in (glob or "").split(",")]
+    return (
+        frozenset(match["module"] for match in found if match and match["suite"] == suite)
+        if all(found)
+        else frozenset()
+    )
 
 
 def read(path: Path) -> tuple[str, ...]:

@@ -139,6 +139,7 @@ _CPU_NUMERICS = Execution(_INTERPRETED, NEVER_SET, "cores", 900.0, 0.07, 4.0)
 _GPU_NUMERICS = Execution(_COMPILED, _NOT_INTERPRETED, "gpus", 1200.0, 0.2, 20.0)
 _CODEGEN = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 900.0, 0.2, 3.0)
 _LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 40.0, 4.0)
+_UNIT = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 900.0, 0.4, 2.0)
 
 DEVICES_VARIABLE = "FP8CI_WORKER_DEVICES"
 """`NAME=0,1,2`: test worker i sees only the i-th of these devices, through the environment variable NAME."""
@@ -148,6 +149,7 @@ EXECUTION: Mapping[tuple[Vendor, str], Execution] = MappingProxyType(
         ("cpu", "numerics"): _CPU_NUMERICS,
         ("cpu", "codegen"): _CODEGEN,
         ("cpu", "loss"): _LOSS,
+        ("cpu", "unit"): _UNIT,
         ("amd", "numerics"): _GPU_NUMERICS,
         ("amd", "codegen"): _CODEGEN,
         ("nvidia", "numerics"): _GPU_NUMERICS,

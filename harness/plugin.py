@@ -5,7 +5,7 @@ that have nothing to do with us. So it imports only pytest, and without `--fp8-o
 session's outcome and output are what they would be without it.
 
     pytest suites/numerics --fp8-out DIR --fp8-suite numerics --fp8-platform cpu --fp8-run-id ID
-        [--fp8-case GLOB] [--fp8-capabilities FILE]
+        [--fp8-case GLOB,...] [--fp8-capabilities FILE]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--fp8-suite", "NAME", "suite that the tests belong to"),
     ("--fp8-platform", "ID", "platform that the tests run on"),
     ("--fp8-run-id", "ID", "run id written into the journal"),
-    ("--fp8-case", "GLOB", "run only the tests whose case id matches"),
+    ("--fp8-case", "GLOB,...", "run only the tests whose case id matches, or whose whole id is given"),
     ("--fp8-capabilities", "FILE", "what this machine can do, as `fp8ci run` wrote it; probed when left out"),
 )
 

@@ -53,8 +53,9 @@ _OWN_FOLDERS = ("logs", "losses", "isa", "samples", JUDGED_WITH)
 class RunRequest:
     """What to run. Empty `suites` are those that must run on the platform.
 
-    `case` is a glob over case ids, `out` the evidence folder (default: evidence/<platform>-<UTC time>-<run id> in the
-    checkout), `pytest_args` go to every suite's pytest, `env_overrides` win over everything the platform sets.
+    `case` is what `--case` takes (manifest.case_matches), `out` the evidence folder (default:
+    evidence/<platform>-<UTC time>-<run id> in the checkout), `pytest_args` go to every suite's pytest, `env_overrides`
+    win over everything the platform sets.
     `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
     """
 
@@ -86,7 +87,7 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
     stamp = started.strftime("%Y%m%dT%H%M%SZ")
     default = request.root / "evidence" / f"{request.platform.id}-{stamp}-{run_id}"
     out = (request.out or default).absolute()
-    with _only_run_in(out), _stop_signals() as stopped:
+    with _only_run_in(out), stop_signals() as stopped:
         prepare_folder(out)
         machine = _probe(request, stopped)
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
@@ -402,7 +403,7 @@ def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Jour
 
 
 @contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
+def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGINT, SIGTERM and SIGHUP set, instead of raising somewhere between two writes.
 
     Outside the main thread Python allows no handlers; there the caller's own stay in force.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -52,6 +53,37 @@ BIG_SHAPES: dict[str, tuple[int, int]] = {"1823x781": (1823, 781)}
 TAIL_WIDTHS: tuple[int, ...] = (1, 13, 17, 100, 127, 129)
 
 
+# (rows, offs) of tensors whose rows are in groups. offs are cumulative ends, so a repeated one is an empty group; rows
+# past the last end belong to none. Sizes that no multiple of 16 divides, and sizes that one does.
+GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "one": (40, (40,)),
+    "one-of-one-row": (1, (1,)),
+    "no-rows": (0, (0, 0)),
+    "all-empty": (7, (0, 0, 0)),
+    "empty-first": (37, (0, 0, 17, 37)),
+    "empty-middle": (40, (17, 17, 17, 40)),
+    "empty-last": (40, (17, 40, 40)),
+    "all-but-one-empty": (41, (0, 0, 41, 41, 41)),
+    "single-rows": (4, (1, 2, 3, 4)),
+    "multiples-of-16": (80, (16, 48, 80)),
+    "over-tile-edges": (35, (16, 34, 35)),
+    "longer-than-the-mean": (250, (1, 2, 205, 205, 206, 238, 240, 250)),
+    "tail": (140, (5, 21)),
+    # Clamped, and made non-decreasing: what a router writes has been checked by nobody.
+    "decreasing": (40, (20, 10, 30, 29)),
+    "negative": (40, (-5, 8, -1, 40)),
+    "too-large": (40, (8, 1000, 2**31 - 1)),
+    "nothing-right": (9, (-(2**31), 2**31 - 1, -1)),
+    # 33 groups: another size class of the launch tables, and one more than a power of two.
+    "many": (70, (*range(1, 11), *[10] * 12, *range(11, 21), 70)),
+}
+
+
+def offsets(groups: str) -> torch.Tensor:
+    """The offs of GROUPS, int32 (E,), on the CPU."""
+    return torch.tensor(GROUPS[groups][1], dtype=torch.int32)
+
+
 def random_normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread: float = 3.0) -> torch.Tensor:
     """Normal values on the CPU; rows differ in size by up to 2^+-``spread``, so that scaling units differ in scale."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,6 +92,21 @@ def random_normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread:
         exponents = (torch.rand((*shape[:-1], 1), generator=generator) * 2 - 1) * spread
         x = x * torch.exp2(exponents)
     return x.to(dtype)
+
+
+def amax_at_the_ends(x: torch.Tensor, *dims: int) -> torch.Tensor:
+    """``x`` with a largest element, 8 times any other, in the last or, by turns, the first place along each of dims.
+
+    dims: -1 for rows, -2 for columns. Where the largest has a twin nearby, a reduction that stops early or starts late
+    finds that one, and with scales that are powers of two nothing shows.
+    """
+    x = x.clone()
+    for dim in dims if x.numel() else ():
+        units = x.movedim(dim, -1)
+        largest = 8 * units.abs().amax(-1)
+        units[..., 0::2, -1] = largest[..., 0::2]
+        units[..., 1::2, 0] = -largest[..., 1::2]
+    return x
 
 
 def from_bits(patterns: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -222,6 +269,23 @@ def guarded(x: torch.Tensor, layout: str, device: str | torch.device = "cpu") ->
     ]
     view.copy_(source.to(device))
     return Guarded(view.t() if transposed else view, buffer, buffer.clone())
+
+
+def far_apart(x: torch.Tensor, pitch: int, device: str | torch.device, folder: Path) -> torch.Tensor:
+    """``x`` (rows, columns) in a view with ``pitch`` elements from row to row, on ``device``.
+
+    For rows whose offset passes 2^31 elements. On a CPU the buffer is a sparse file in ``folder``.
+    """
+    rows, columns = x.shape
+    size = (rows - 1) * pitch + columns
+    if torch.device(device).type == "cpu":
+        path = folder / f"sparse-{rows}x{columns}-{pitch}"
+        buffer = torch.from_file(str(path), shared=True, size=size, dtype=x.dtype)
+    else:
+        buffer = torch.zeros(size, dtype=x.dtype, device=device)
+    view = buffer.as_strided((rows, columns), (pitch, 1))
+    view.copy_(x.to(device))
+    return view
 
 
 def poison_value(dtype: torch.dtype) -> float:

@@ -20,8 +20,9 @@ code with what it measures moves with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -197,3 +198,16 @@ def assert_sqnr(expected: torch.Tensor, actual: torch.Tensor, at_least: float, w
     # Written as "reaches", not as "not below": every comparison with NaN is False.
     assert measured >= at_least, f"{what}: SQNR {measured:.2f} dB; expected at least {at_least:.2f} dB"
     return measured
+
+
+def assert_fake_agrees(op: Callable[..., Any], arguments: Sequence[Any], what: str = "result") -> None:
+    """Fail unless an op gives fake tensors the shapes, dtypes and strides that it gives real ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    __tracebackhide__ = True
+    real = op(*arguments)
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(item) if isinstance(item, torch.Tensor) else item for item in arguments))
+    for place, (expected, found) in enumerate(zip(real, fake, strict=True)):
+        layouts = [(tuple(item.shape), item.stride(), item.dtype) for item in (expected, found)]
+        assert layouts[0] == layouts[1], f"{what} {place} is {layouts[0]}; the fake says {layouts[1]}"

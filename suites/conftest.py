@@ -45,6 +45,26 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark of harness/plugin.py, for a checkout that is not installed: there pytest does not know the plugin."""
+    config.addinivalue_line("markers", "requires(*requirements, **amounts): what the machine must have")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, in a plain `pytest` too: without --fp8-out the plugin ignores `requires`."""
+    marked = [(item, list(item.iter_markers("requires"))) for item in items]
+    if config.getoption("fp8_out", default=None) or not any(marks for _, marks in marked):
+        return
+    from harness import capabilities
+
+    machine = capabilities.probe()
+    for item, marks in marked:
+        for mark in marks:
+            decision = capabilities.decide(capabilities.parse(*mark.args, **mark.kwargs), machine)
+            if isinstance(decision, capabilities.Skip):
+                item.add_marker(pytest.mark.skip(reason=decision.reason))
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The folder that a run leaves behind. ``out`` is its root; names given to the writers are relative to it."""

@@ -109,6 +109,18 @@ BLOCKWISE_CONFIGS: dict[tuple[str, str], BlockwiseConfig] = {
         BlockwiseConfig(256, 128, 4, 1, 0, _INTERPRETER),
         BlockwiseConfig(256, 128, 2, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "1x128"): BlockwiseConfig(2, 2048, 1, 4, 4, "0.95 to 1.02 of a copy: h200/sweep-blockwise_1x128.json"),
+    ("sm_90", "128x128"): BlockwiseConfig(
+        128, 128, 1, 16, 0, "0.90 to 0.92 of a copy: h200/sweep-blockwise_128x128.json"
+    ),
+    ("sm_90", "128x1-turned"): BlockwiseConfig(
+        128, 32, 4, 2, 0, "0.80 to 0.88 of a copy: h200/sweep-blockwise_128x1.json"
+    ),
+    ("sm_90", "128x128-turned"): BlockwiseConfig(
+        128, 128, 4, 4, 0, "0.84 to 0.88 of a copy: h200/sweep-blockwise_128x128_turned.json"
+    ),
+    # End of the swept rows.
 }
 
 

@@ -59,7 +59,6 @@ class ColwiseConfig:
 
 _UNMEASURED = "not measured yet"
 _INTERPRETER = "interpreter, not timed"
-_H200 = "best of 50 on an H200, Triton 3.6,"
 _CLASSES = ("e<=32", "e>32")
 
 
@@ -75,12 +74,7 @@ def _rows_of(targets: tuple[str, ...], *configs: ColwiseConfig) -> dict[tuple[st
 # (target, size class) -> configuration. A thread has one 16-byte load a part: columns * rows = 8 * parts * threads.
 COLWISE_CONFIGS: dict[tuple[str, str], ColwiseConfig] = {
     **_rows_of(
-        ("sm_90",),
-        ColwiseConfig(32, 1024, 16, 1, 8, 2, f"{_H200} M32768 K7168 E32: 280 us, 0.612 of a copy"),
-        ColwiseConfig(64, 256, 16, 1, 4, 3, f"{_H200} M16640 K5120 E64: 106 us, 0.602 of a copy"),
-    ),
-    **_rows_of(
-        ("sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70"),
+        ("sm_90", "sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70"),
         ColwiseConfig(32, 1024, 16, 1, 8, 2, _UNMEASURED),
         ColwiseConfig(64, 256, 16, 1, 4, 3, _UNMEASURED),
     ),
@@ -107,6 +101,10 @@ COLWISE_CONFIGS: dict[tuple[str, str], ColwiseConfig] = {
         ColwiseConfig(128, 64, 2, 1, 1, 0, _INTERPRETER),
         ColwiseConfig(128, 32, 2, 1, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "e<=32"): ColwiseConfig(64, 512, 16, 3, 8, 1, "0.63 of a copy: h200/sweep-colwise.json"),
+    ("sm_90", "e>32"): ColwiseConfig(32, 256, 16, 1, 2, 6, "0.53 to 0.63 of a copy: h200/sweep-colwise.json"),
+    # End of the swept rows.
 }
 
 

@@ -2,15 +2,16 @@
 
     quantize_experts             scale[e, n] = pow2_floor(FP8_MAX / max|w[e, n, :]|)    for the forward GEMM
     quantize_experts_transposed  scale[e, k] = pow2_floor(FP8_MAX / max|w[e, :, k]|)    for the input gradient
-    quantize_experts_both        the two above from one launch
+    quantize_experts_both        the two above from one read less
 
 The exact rules are scaling.py's.
 
-Traffic (bf16 in): each of the first two reads 2*E*N*K and writes E*N*K + 4*E*N (E*K) bytes; both together read 2 and
-write 2 bytes an element if the second read hits the cache, else read 4.
-Layout: w (E, N, K), read in place where rows have unit stride (transposed), or where experts and rows follow each other
-as in a contiguous tensor (the other two); anything else is copied first. Codes (E, N, K) contiguous; transposed codes
-(E, K, N) contiguous, so that each expert's view as (N, K) is column-major; inverse scales float32 (E, N) and (E, K).
+Traffic (bf16 in): each of the first two reads 2*E*N*K and writes E*N*K + 4*E*N (E*K) bytes; both together read 4*E*N*K
+and write 2*E*N*K, the inverse scales, and 4*E*N*K / span of partial maxima (column_maxima.py).
+Layout: w (E, N, K), read in place by quantize_experts where experts and rows follow each other as in a contiguous
+tensor, by quantize_experts_both where rows have unit stride, else copied first; by quantize_experts_transposed always.
+Codes (E, N, K) contiguous; transposed codes (E, K, N) contiguous, so that each expert's view as (N, K) is column-major;
+inverse scales float32 (E, N) and (E, K).
 
 quantize_experts is quantize_rowwise over E * N rows, the same kernel.
 
@@ -19,19 +20,21 @@ works on its scales: no atomics, no second launch. The rows are taken in chunks.
 registers as loaded; the chunks before them are read twice, the second time backwards, so that what was read last, and
 is most likely still cached, is read first. How codes leave transposed is tile.py's matter.
 
-quantize_experts_both: programs start in the order of their number, so the programs that quantise an expert's rows stand
-right before those that quantise its columns, which then find it in the cache, if an expert is smaller than that.
+quantize_experts_both: three launches. The rows, which leave behind the maxima of their columns over `span` rows at a
+time (column_maxima.py, which also says what else was tried); the scales of all columns, from these; and the turned cast
+with known scales, in tiles, the last one first: what the rows read last is still in the cache.
 
 Not here: activations, whose groups are ranges of rows (colwise.py).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from fp8stack import device, formats, scaling
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import cast, launch, rowwise, tile
+from fp8stack.kernels import cast, column_maxima, launch, rowwise, tile
+from fp8stack.kernels.column_maxima import BothConfig
 
 
 @dataclass(frozen=True)
@@ -42,27 +45,6 @@ class TransposedConfig:
     registers. programs: see launch.options. hints: tell the cache what is read again. measured: what says so.
     """
 
-    columns: int
-    rows: int
-    parts: int
-    held: int
-    num_warps: int
-    programs: int
-    hints: bool
-    measured: str
-
-
-@dataclass(frozen=True)
-class BothConfig:
-    """How to launch quantize_experts_both: the columns as TransposedConfig, and for the rows:
-
-    row_rows: rows a program. row_block: elements a chunk of a row. experts: whose rows are quantised before the columns
-    of the first one are.
-    """
-
-    row_rows: int
-    row_block: int
-    experts: int
     columns: int
     rows: int
     parts: int
@@ -90,23 +72,21 @@ def _rows_of(targets: tuple[str, ...], *configs):
 
 _UNMEASURED = "not measured yet"
 _INTERPRETER = "interpreter, not timed"
-_NVIDIA = ("sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70")
+_NVIDIA = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70")
 _CDNA = ("gfx942", "gfx950", "gfx940", "gfx941", "gfx90a", "gfx908")
 _RDNA = ("gfx1200", "gfx1201", *(f"gfx{n}" for n in (1100, 1101, 1102, 1103, 1150, 1151, 1152, 1153)))
 
 # (target, size class) -> configuration. rows * columns of a chunk: parts times 16 bytes a thread.
-_TRANSPOSED_SM_90 = (
-    TransposedConfig(32, 512, 8, 1, 8, 2, False, _UNMEASURED),
-    TransposedConfig(32, 512, 8, 2, 8, 2, False, _UNMEASURED),
-    TransposedConfig(32, 512, 8, 1, 8, 2, True, "H200, E32 N2048 K7168: 0.73 of a copy; all held in registers: 0.70"),
-    TransposedConfig(32, 512, 8, 1, 8, 2, True, _UNMEASURED),
-    TransposedConfig(128, 256, 8, 0, 16, 0, False, "H200: 0.61 of a copy"),
-    TransposedConfig(128, 256, 8, 0, 16, 0, False, _UNMEASURED),
-)
-
 TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
-    **_rows_of(("sm_90",), *_TRANSPOSED_SM_90),
-    **_rows_of(_NVIDIA, *(replace(row, measured=_UNMEASURED) for row in _TRANSPOSED_SM_90)),
+    **_rows_of(
+        _NVIDIA,
+        TransposedConfig(32, 512, 8, 1, 8, 2, False, _UNMEASURED),
+        TransposedConfig(32, 512, 8, 2, 8, 2, False, _UNMEASURED),
+        TransposedConfig(32, 512, 8, 1, 8, 2, True, _UNMEASURED),
+        TransposedConfig(32, 512, 8, 1, 8, 2, True, _UNMEASURED),
+        TransposedConfig(128, 256, 8, 0, 16, 0, False, _UNMEASURED),
+        TransposedConfig(128, 256, 8, 0, 16, 0, False, _UNMEASURED),
+    ),
     # Waves of 64.
     **_rows_of(
         _CDNA,
@@ -125,33 +105,63 @@ TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
         *(TransposedConfig(64, max(limit // 4, 128), 2, 2, 1, 0, False, _INTERPRETER) for limit in _LENGTHS),
         TransposedConfig(64, 4096, 2, 1, 1, 0, False, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "n<=2048"): TransposedConfig(
+        64, 512, 16, 0, 8, 0, True, "0.71 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    ("sm_90", "n<=8192"): TransposedConfig(
+        64, 256, 8, 1, 8, 2, False, "0.61 to 0.62 of a copy: h200/sweep-experts_transposed.json"
+    ),
+    # End of the swept rows.
 }
 
+
+def _both_rows_of(targets: tuple[str, ...], *configs: BothConfig) -> dict[tuple[str, str], BothConfig]:
+    classes = column_maxima.WIDTH_CLASSES
+    return {(target, name): row for target in targets for name, row in zip(classes, configs, strict=True)}
+
+
+# (target, column_maxima.width_class) -> configuration. A chunk of a row: 16 elements a thread, or a multiple.
 BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
-    **_rows_of(
-        ("sm_90", *_NVIDIA),
-        BothConfig(2, 2048, 1, 32, 512, 8, 1, 8, 2, False, _UNMEASURED),
-        BothConfig(2, 2048, 1, 32, 512, 8, 2, 8, 2, False, _UNMEASURED),
-        BothConfig(1, 2048, 1, 32, 512, 8, 1, 8, 2, True, _UNMEASURED),
-        BothConfig(1, 2048, 1, 32, 512, 8, 1, 8, 2, True, _UNMEASURED),
-        BothConfig(2, 2048, 1, 128, 256, 8, 0, 16, 0, False, _UNMEASURED),
-        BothConfig(2, 2048, 1, 128, 256, 8, 0, 16, 0, False, _UNMEASURED),
+    **_both_rows_of(
+        _NVIDIA,
+        BothConfig(64, 2, 2048, 4, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(16, 16, 1024, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
     ),
-    **_rows_of(
+    # Waves of 64.
+    **_both_rows_of(
         _CDNA,
-        BothConfig(2, 4096, 1, 64, 256, 8, 2, 4, 0, False, _UNMEASURED),
-        BothConfig(2, 4096, 1, 32, 512, 8, 2, 4, 0, False, _UNMEASURED),
-        *(BothConfig(2, 4096, 1, 64, 256, 8, 1, 4, 0, False, _UNMEASURED) for _ in _CLASSES[2:]),
+        BothConfig(64, 2, 2048, 2, True, False, 256, 64, 16, 2, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 4, True, False, 256, 64, 16, 2, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 4, True, False, 256, 64, 16, 2, 0, _UNMEASURED),
+        BothConfig(8, 8, 1024, 4, False, False, 256, 64, 16, 2, 0, _UNMEASURED),
     ),
-    **_rows_of(
+    # Waves of 32.
+    **_both_rows_of(
         _RDNA,
-        *(BothConfig(1, 2048, 1, 32, 512, 16, 1, 4, 0, False, _UNMEASURED) for _ in _CLASSES),
+        BothConfig(64, 2, 2048, 4, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(64, 1, 4096, 8, True, False, 256, 64, 16, 4, 0, _UNMEASURED),
+        BothConfig(16, 16, 1024, 8, False, False, 256, 64, 16, 4, 0, _UNMEASURED),
     ),
-    **_rows_of(
+    # The interpreter runs program after program in Python: few programs; but more than one chunk, turn and span.
+    **_both_rows_of(
         ("cpu",),
-        *(BothConfig(256, 512, 2, 64, max(limit // 4, 128), 2, 2, 1, 0, False, _INTERPRETER) for limit in _LENGTHS),
-        BothConfig(256, 512, 2, 64, 4096, 2, 1, 1, 0, False, _INTERPRETER),
+        BothConfig(256, 128, 64, 1, True, True, 256, 64, 2, 1, 0, _INTERPRETER),
+        BothConfig(8, 2, 4096, 1, False, False, 128, 1024, 2, 1, 0, _INTERPRETER),
+        BothConfig(8, 2, 8192, 1, True, False, 128, 1024, 2, 1, 0, _INTERPRETER),
+        BothConfig(4, 4, 8192, 1, False, False, 128, 1024, 2, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "k<=2048"): BothConfig(
+        32, 4, 2048, 4, True, False, 256, 64, 16, 4, 0, "0.63 to 0.64 of a copy: h200/sweep-experts_both.json"
+    ),
+    ("sm_90", "k<=8192"): BothConfig(
+        64, 2, 4096, 8, False, False, 256, 64, 16, 4, 0, "0.64 of a copy: h200/sweep-experts_both.json"
+    ),
+    # End of the swept rows.
 }
 
 
@@ -396,27 +406,21 @@ def _quantize_experts_transposed_kernel(
 
 
 @jit
-def _quantize_experts_both_kernel(
+def _quantize_experts_rows_kernel(
     w,
     q,
     inverse_scale,
-    q_transposed,
-    inverse_scale_transposed,
-    E,
+    partial,
     N,
     K,
-    row_programs,
-    blocks,
-    ROW_ROWS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    ROW_CHUNKS: tl.constexpr,
-    ROW_HELD: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    expert_stride,
+    row_stride,
+    SPAN: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     HELD: tl.constexpr,
+    AHEAD: tl.constexpr,
     HINTS: tl.constexpr,
     POW2: tl.constexpr,
     MAX: tl.constexpr,
@@ -426,68 +430,83 @@ def _quantize_experts_both_kernel(
     NEGATIVE_ZERO: tl.constexpr,
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
+):
+    """SPAN rows of an expert, and partial[program, :]: the maxima of their columns."""
+    program = tl.program_id(0).to(tl.int64)
+    spans = tl.cdiv(N, SPAN)
+    expert = program // spans
+    first_row = (program % spans).to(tl.int32) * SPAN
+    column_maxima.quantize_rows(
+        w + expert * expert_stride, q + expert * N * K, inverse_scale + expert * N, partial + program * K,
+        first_row.to(tl.int64), tl.minimum(N - first_row, SPAN), K, row_stride, 1, ROWS, BLOCK, CHUNKS, HELD, AHEAD,
+        HINTS, True, POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+    )  # fmt: skip
+
+
+@jit
+def _column_scales_kernel(
+    partial,
+    scale,
+    inverse_scale,
+    N,
+    K,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POW2: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """Scales of a block of columns of an expert."""
+    block, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    spans = tl.cdiv(N, SPAN)
+    column_maxima.store_scales(
+        partial + expert * spans * K, spans, scale + expert * K, inverse_scale + expert * K, block, K, ROWS, COLUMNS,
+        POW2, MAX,
+    )  # fmt: skip
+
+
+# The number of tiles follows the number of experts, which must not compile anew either.
+@jit(do_not_specialize=["tiles"])
+def _cast_columns_kernel(
+    w,
+    q,
+    scale,
+    N,
+    K,
+    expert_stride,
+    row_stride,
+    tiles,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    NATIVE_NAN: tl.constexpr,
     NAN_APART: tl.constexpr,
 ):
-    """For EXPERTS experts at a time: row_programs programs for their rows, then blocks programs an expert."""
-    a_turn = row_programs + EXPERTS * blocks
-    first_expert = (tl.program_id(0) // a_turn).to(tl.int64) * EXPERTS
-    place = tl.program_id(0) % a_turn
-    if place < row_programs:
-        rowwise.quantize_rows(
-            first_expert * N + place * ROW_ROWS,
-            w,
-            q,
-            inverse_scale,
-            tl.minimum(first_expert + EXPERTS, E) * N,
-            K,
-            K,
-            1,
-            ROW_ROWS,
-            ROW_BLOCK,
-            ROW_CHUNKS,
-            ROW_HELD,
-            True,
-            POW2,
-            MAX,
-            BIAS,
-            MANTISSA_BITS,
-            NAN_CODE,
-            NEGATIVE_ZERO,
-            NATIVE,
-            NATIVE_NAN,
-        )
-    else:
-        place -= row_programs
-        expert = first_expert + place // blocks
-        if expert < E:
-            _quantize_columns(
-                expert,
-                place % blocks,
-                w,
-                q_transposed,
-                inverse_scale_transposed,
-                N,
-                K,
-                tl.cast(N, tl.int64) * K,
-                K,
-                1,
-                COLUMNS,
-                ROWS,
-                PARTS,
-                CHUNKS,
-                HELD,
-                HINTS,
-                True,
-                POW2,
-                MAX,
-                BIAS,
-                MANTISSA_BITS,
-                NAN_CODE,
-                NEGATIVE_ZERO,
-                NATIVE,
-                NATIVE_NAN,
-                NAN_APART,
-            )
+    """Transposed codes of a tile of an expert with known scales, the last tile first."""
+    at = tiles - 1 - tl.program_id(0)
+    blocks = tl.cdiv(K, COLUMNS)
+    bands = tl.cdiv(N, ROWS)
+    columns = at % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    band = at // blocks
+    expert = (band // bands).to(tl.int64)
+    first_row = band % bands * ROWS
+    in_columns = columns < K
+    parts = tile.load_parts(w + expert * expert_stride, first_row, columns, N, K, row_stride, 1, ROWS, PARTS, True, "")
+    factor = tl.load(scale + expert * K + columns, mask=in_columns, other=1.0)
+    q_columns = q + (expert * K + columns)[:, None] * N
+    _store_turned(
+        q_columns, parts, factor[None, :], first_row, in_columns, N, ROWS, COLUMNS, PARTS,
+        MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, NAN_APART,
+    )  # fmt: skip
+    if NAN_APART:
+        bits = factor.to(tl.int32, bitcast=True)
+        _store_nan_codes(q_columns + first_row, bits, in_columns, N - first_row, ROWS, 1, NAN_CODE)
 
 
 def launch_transposed(
@@ -524,8 +543,9 @@ def launch_transposed(
 def launch_both(
     w: torch.Tensor, fmt: formats.Format, pow2: bool, row: BothConfig, target: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel for both outputs with a given configuration."""
-    w = w.contiguous()
+    """Launch the kernels for both outputs with a given configuration."""
+    if w.stride(2) != 1:
+        w = w.contiguous()
     e, n, k = w.shape
     q = torch.empty((e, n, k), dtype=torch.uint8, device=w.device)
     inverse_scale = torch.empty((e, n), dtype=torch.float32, device=w.device)
@@ -535,33 +555,72 @@ def launch_both(
         inverse_scale.fill_(1.0)
         inverse_scale_transposed.fill_(1.0)
     elif e:
-        row_programs = -(-row.experts * n // row.row_rows)
-        blocks = -(-k // row.columns)
-        turns = -(-e // row.experts)
+        elements = w.view(cast.INPUTS[w.dtype])
+        spans = -(-n // row.span_of(k, w.dtype))
+        partial = torch.empty((e * spans, k), dtype=elements.dtype, device=w.device)
+        scale = torch.empty((e, k), dtype=torch.float32, device=w.device)
+        row_constexprs, turned_constexprs = _both_constexprs(k, w.dtype, fmt, pow2, row, target)
         with launch.on_device(w):
-            _quantize_experts_both_kernel[(turns * (row_programs + row.experts * blocks),)](
-                w.view(cast.INPUTS[w.dtype]),
+            _quantize_experts_rows_kernel[(e * spans,)](
+                elements,
                 q,
                 inverse_scale,
-                q_transposed,
-                inverse_scale_transposed,
-                e,
+                partial,
                 n,
                 k,
-                row_programs,
-                blocks,
-                **_row_constexprs(row, k),
-                **_column_constexprs(row, n),
+                w.stride(0),
+                w.stride(1),
+                **row_constexprs,
+                num_warps=row.row_warps,
+                **LAUNCH_OPTIONS,
+            )
+            _column_scales_kernel[(-(-k // column_maxima.SCALE_COLUMNS), e)](
+                partial,
+                scale,
+                inverse_scale_transposed,
+                n,
+                k,
+                SPAN=row.span_of(k, w.dtype),
+                ROWS=column_maxima.SCALE_ROWS,
+                COLUMNS=column_maxima.SCALE_COLUMNS,
                 POW2=pow2,
-                **cast.constants(fmt, target),
-                NAN_APART=cast.nan_apart(fmt, target),
-                **_options(row, fmt, target),
+                MAX=fmt.max,
+                num_warps=column_maxima.SCALE_WARPS,
+                **LAUNCH_OPTIONS,
+            )
+            tiles = e * -(-n // row.tile_rows(w.dtype)) * -(-k // row.columns)
+            _cast_columns_kernel[(tiles,)](
+                elements,
+                q_transposed,
+                scale,
+                n,
+                k,
+                w.stride(0),
+                w.stride(1),
+                tiles,
+                **turned_constexprs,
+                **row.turned_options(fmt, target),
                 **LAUNCH_OPTIONS,
             )
     return q.view(fmt.dtype), inverse_scale, q_transposed.view(fmt.dtype), inverse_scale_transposed
 
 
-def _column_constexprs(row: TransposedConfig | BothConfig, n: int) -> dict[str, object]:
+def _both_constexprs(
+    k: int, dtype: torch.dtype, fmt: formats.Format, pow2: bool, row: BothConfig, target: str
+) -> tuple[dict[str, object], dict[str, object]]:
+    """What the kernel for rows and the turned cast are compiled for."""
+    constants = cast.constants(fmt, target)
+    turned = {
+        "ROWS": row.tile_rows(dtype),
+        "COLUMNS": row.columns,
+        "PARTS": row.parts,
+        **constants,
+        "NAN_APART": cast.nan_apart(fmt, target),
+    }
+    return {**row.row_constexprs(k, dtype), "POW2": pow2, **constants}, turned
+
+
+def _column_constexprs(row: TransposedConfig, n: int) -> dict[str, object]:
     chunks = -(-n // row.rows)
     return {
         "COLUMNS": row.columns,
@@ -573,20 +632,10 @@ def _column_constexprs(row: TransposedConfig | BothConfig, n: int) -> dict[str, 
     }
 
 
-def _options(row: TransposedConfig | BothConfig, fmt: formats.Format, target: str) -> dict[str, int]:
+def _options(row: TransposedConfig, fmt: formats.Format, target: str) -> dict[str, int]:
     """Launch options. The integer encoder, for a format that the target lacks, needs registers more than company."""
     native = cast.constants(fmt, target)["NATIVE"] is not None
     return launch.options(row.num_warps, row.programs if native else 0, target)
-
-
-def _row_constexprs(row: BothConfig, k: int) -> dict[str, object]:
-    return {
-        "ROW_ROWS": row.row_rows,
-        "ROW_BLOCK": row.row_block,
-        "ROW_CHUNKS": -(-k // row.row_block),
-        "ROW_HELD": rowwise.holds(k),
-        "EXPERTS": row.experts,
-    }
 
 
 def _begin(op: str, w: torch.Tensor) -> str | None:
@@ -645,7 +694,7 @@ def _quantize_experts_both(w, fmt, pow2):
     target = _begin("quantize_experts_both", w)
     if target is None:
         return quantize_experts_both_reference(w, fmt, pow2)
-    row = launch.config(BOTH_CONFIGS, target, size_class(w.shape[1]))
+    row = launch.config(BOTH_CONFIGS, target, column_maxima.width_class(w.shape[2], w.dtype))
     return launch_both(w, formats.get(fmt), pow2, row, target)
 
 
@@ -698,7 +747,7 @@ def quantize_experts_transposed(
 def quantize_experts_both(
     w: torch.Tensor, fmt: str | torch.dtype | formats.Format, pow2: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What quantize_experts and quantize_experts_transposed return, in this order, from one launch.
+    """What quantize_experts and quantize_experts_transposed return, in this order, with one read of w less.
 
     w: (E, N, K), bfloat16 or float32, any strides. pow2: round scales down to powers of two.
     Raises UnsupportedDtype for other dtypes, ValueError for other ranks.
@@ -715,7 +764,8 @@ def compile_specs(arch: str) -> list[CompileSpec]:
     """The production configurations of the transposing kernels on an arch, for the codegen suite.
 
     The arch's own e4m3 at expert sizes of DeepSeek (two size classes), float32 input, and one format that the arch
-    lacks, which goes through the integer encoder. quantize_experts runs rowwise.py's kernel, which is compiled there.
+    lacks, which goes through the integer encoder; of the kernels for both outputs also rows that registers do not hold.
+    quantize_experts runs rowwise.py's kernel, which is compiled there.
     """
     row = device.lookup(arch)
     foreign = "e4m3fn" if row.e4m3 == "e4m3fnuz" else "e4m3fnuz"
@@ -725,10 +775,12 @@ def compile_specs(arch: str) -> list[CompileSpec]:
         (row.e4m3, torch.float32, 2048, 7168),
         (foreign, torch.bfloat16, 2048, 7168),
     ]
+    wide = (row.e4m3, torch.bfloat16, 5120, 28672)
     return [
-        make(formats.get(fmt), dtype, n, k, row.name)
-        for fmt, dtype, n, k in cases
-        for make in (_transposed_spec, _both_spec)
+        *(_transposed_spec(formats.get(fmt), dtype, n, k, row.name) for fmt, dtype, n, k in cases),
+        *(_both_rows_spec(formats.get(fmt), dtype, k, row.name) for fmt, dtype, _, k in (*cases, wide)),
+        *(_both_columns_spec(formats.get(fmt), dtype, k, row.name) for fmt, dtype, _, k in cases),
+        _both_scales_spec(row.e4m3, 7168, row.name),
     ]
 
 
@@ -762,30 +814,61 @@ def _transposed_spec(fmt: formats.Format, dtype: torch.dtype, n: int, k: int, ta
     )
 
 
-def _both_spec(fmt: formats.Format, dtype: torch.dtype, n: int, k: int, target: str) -> CompileSpec:
-    row = launch.config(BOTH_CONFIGS, target, size_class(n))
-    constants = cast.constants(fmt, target)
-    options = _options(row, fmt, target)
-    outputs = ("q", "inverse_scale", "q_transposed", "inverse_scale_transposed")
+def _both_rows_spec(fmt: formats.Format, dtype: torch.dtype, k: int, target: str) -> CompileSpec:
+    row = launch.config(BOTH_CONFIGS, target, column_maxima.width_class(k, dtype))
+    constexprs, _ = _both_constexprs(k, dtype, fmt, True, row, target)
+    pointers = {"w": _POINTERS[dtype], "q": "*u8", "inverse_scale": "*fp32", "partial": _POINTERS[dtype]}
+    sizes = ("N", "K", "expert_stride", "row_stride")
     return CompileSpec(
-        kernel=_quantize_experts_both_kernel,
-        case=f"experts-both-{fmt.name}-{_INPUT_NAMES[dtype]}-n{n}-k{k}",
+        kernel=_quantize_experts_rows_kernel,
+        case=f"experts-both-rows-{fmt.name}-{_INPUT_NAMES[dtype]}-k{k}",
         fmt=fmt.name,
-        signature={
-            "w": _POINTERS[dtype],
-            **{name: "*u8" if name.startswith("q") else "*fp32" for name in outputs},
-            **dict.fromkeys(("E", "N", "K", "row_programs", "blocks"), "i32"),
-        },
-        constexprs={
-            "POW2": True,
-            **_row_constexprs(row, k),
-            **_column_constexprs(row, n),
-            **constants,
-            "NAN_APART": cast.nan_apart(fmt, target),
-        },
+        signature={**pointers, **dict.fromkeys(sizes, "i32")},
+        constexprs=constexprs,
+        num_warps=row.row_warps,
+        divisible=(*pointers, *sizes),
+        within_2gb=tuple(pointers),
+        native=constexprs["NATIVE"] is not None,
+    )
+
+
+def _both_columns_spec(fmt: formats.Format, dtype: torch.dtype, k: int, target: str) -> CompileSpec:
+    row = launch.config(BOTH_CONFIGS, target, column_maxima.width_class(k, dtype))
+    _, constexprs = _both_constexprs(k, dtype, fmt, True, row, target)
+    options = row.turned_options(fmt, target)
+    pointers = {"w": _POINTERS[dtype], "q": "*u8", "scale": "*fp32"}
+    sizes = ("N", "K", "expert_stride", "row_stride")
+    return CompileSpec(
+        kernel=_cast_columns_kernel,
+        case=f"experts-both-columns-{fmt.name}-{_INPUT_NAMES[dtype]}-k{k}",
+        fmt=fmt.name,
+        signature={**pointers, **dict.fromkeys((*sizes, "tiles"), "i32")},
+        constexprs=constexprs,
         num_warps=options.pop("num_warps"),
-        divisible=("w", *outputs, "E", "N", "K", "row_programs", "blocks"),
-        within_2gb=("w", *outputs),
-        native=constants["NATIVE"] is not None,
+        divisible=(*pointers, *sizes),
+        within_2gb=tuple(pointers),
+        native=constexprs["NATIVE"] is not None,
         options=options,
+    )
+
+
+def _both_scales_spec(fmt: str, k: int, target: str) -> CompileSpec:
+    row = launch.config(BOTH_CONFIGS, target, column_maxima.width_class(k, torch.bfloat16))
+    pointers = {"partial": "*i16", "scale": "*fp32", "inverse_scale": "*fp32"}
+    return CompileSpec(
+        kernel=_column_scales_kernel,
+        case=f"experts-both-scales-{fmt}-bf16-k{k}",
+        fmt=fmt,
+        signature={**pointers, "N": "i32", "K": "i32"},
+        constexprs={
+            "SPAN": row.span_of(k, torch.bfloat16),
+            "ROWS": column_maxima.SCALE_ROWS,
+            "COLUMNS": column_maxima.SCALE_COLUMNS,
+            "POW2": True,
+            "MAX": formats.get(fmt).max,
+        },
+        num_warps=column_maxima.SCALE_WARPS,
+        divisible=(*pointers, "N", "K"),
+        within_2gb=tuple(pointers),
+        encodes=False,
     )

@@ -75,6 +75,12 @@ def extents(offs, M, E, LANES: tl.constexpr):
 
 
 @jit
+def _halves(high, low):
+    """Two numbers from 0 to 2^31 - 1 in one of 64 bits. Sums of such add both, as long as theirs stay below 2^31."""
+    return (high.to(tl.int64) << 32) | low.to(tl.int64)
+
+
+@jit
 def bounds_of(starts, sizes, group, LANES: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Scalars of one group: start, size, padded start, padded size; and the padded end of the last group.
 
@@ -82,11 +88,12 @@ def bounds_of(starts, sizes, group, LANES: tl.constexpr, ALIGNMENT: tl.constexpr
     """
     lanes = tl.arange(0, LANES)
     blocks = (sizes + (ALIGNMENT - 1)) // ALIGNMENT
-    start = tl.sum(tl.where(lanes == group, starts, 0), 0)
-    size = tl.sum(tl.where(lanes == group, sizes, 0), 0)
-    padded_start = tl.sum(tl.where(lanes < group, blocks, 0), 0) * ALIGNMENT
-    padded_size = (size + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    return start, size, padded_start, padded_size, tl.sum(blocks, 0) * ALIGNMENT
+    # Two numbers a sum, in the halves of 64 bits: a sum over warps costs every program a wait for all of them.
+    here = tl.sum(tl.where(lanes == group, _halves(starts, sizes), 0), 0)
+    before = tl.sum(_halves(tl.where(lanes < group, blocks, 0), blocks), 0)
+    start, size = (here >> 32).to(tl.int32), here.to(tl.int32)
+    padded_start, total = (before >> 32).to(tl.int32) * ALIGNMENT, before.to(tl.int32) * ALIGNMENT
+    return start, size, padded_start, (size + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT, total
 
 
 @jit

@@ -94,6 +94,10 @@ MXFP8_CONFIGS: dict[tuple[str, str], Mxfp8Config] = {
         Mxfp8Config(256, 128, 4, 1, 0, _INTERPRETER),
         Mxfp8Config(64, 512, 1, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "columns"): Mxfp8Config(128, 64, 16, 2, 0, "0.88 to 0.91 of a copy: h200/sweep-mxfp8_columns.json"),
+    ("sm_90", "rows"): Mxfp8Config(2, 2048, 1, 4, 4, "0.98 to 1.06 of a copy: h200/sweep-mxfp8_rows.json"),
+    # End of the swept rows.
 }
 
 

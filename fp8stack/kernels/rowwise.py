@@ -62,21 +62,8 @@ _INTERPRETER = "interpreter, not timed"
 
 # (target, size class) -> configuration. Up to 128 elements a thread, so that a row fits in registers beside its codes.
 ROWWISE_CONFIGS: dict[tuple[str, str], RowwiseConfig] = {
-    # Shares of a copy on an H200, torch 2.11, Triton 3.6: baselines/h200/sweep-rowwise.json.
     **_rows_of(
-        ("sm_90",),
-        RowwiseConfig(2, 512, 2, "0.81 at 16640x512"),
-        RowwiseConfig(2, 512, 2, "0.95 at 16640x1024"),
-        RowwiseConfig(1, 2048, 4, "0.96 at 16640x2048"),
-        RowwiseConfig(1, 2048, 4, "1.03 at 32768x4096"),
-        RowwiseConfig(1, 2048, 4, "1.03 at 16640x5120 and 32768x7168"),
-        RowwiseConfig(1, 4096, 4, "1.01 at 8192x14336"),
-        RowwiseConfig(1, 4096, 8, "0.88 at 4096x28672 (0.98 with 2 rows and 16 warps, which spills on Triton 3.9)"),
-        RowwiseConfig(1, 4096, 8, _UNMEASURED),
-    ),
-    # As sm_90.
-    **_rows_of(
-        ("sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70"),
+        ("sm_90", "sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70"),
         RowwiseConfig(2, 512, 2, _UNMEASURED),
         RowwiseConfig(2, 512, 2, _UNMEASURED),
         RowwiseConfig(1, 2048, 4, _UNMEASURED),
@@ -116,6 +103,15 @@ ROWWISE_CONFIGS: dict[tuple[str, str], RowwiseConfig] = {
         *(RowwiseConfig(min(64, 2**16 // limit), max(limit // 2, 512), 1, _INTERPRETER) for limit in _ROW_LIMITS),
         RowwiseConfig(2, 16384, 1, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "k<=512"): RowwiseConfig(2, 512, 2, "0.81 of a copy: h200/sweep-rowwise.json"),
+    ("sm_90", "k<=1024"): RowwiseConfig(2, 512, 2, "0.95 of a copy: h200/sweep-rowwise.json"),
+    ("sm_90", "k<=2048"): RowwiseConfig(1, 2048, 4, "0.96 of a copy: h200/sweep-rowwise.json"),
+    ("sm_90", "k<=4096"): RowwiseConfig(2, 2048, 8, "1.04 of a copy: h200/sweep-rowwise.json"),
+    ("sm_90", "k<=8192"): RowwiseConfig(1, 2048, 4, "1.02 to 1.03 of a copy: h200/sweep-rowwise.json"),
+    ("sm_90", "k<=16384"): RowwiseConfig(1, 8192, 4, "1.01 of a copy: h200/sweep-rowwise.json"),
+    ("sm_90", "k<=32768"): RowwiseConfig(1, 8192, 16, "0.89 of a copy: h200/sweep-rowwise.json"),
+    # End of the swept rows.
 }
 
 

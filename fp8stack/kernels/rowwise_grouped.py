@@ -16,6 +16,9 @@ A program takes some rows of one group, and each thread 16 neighbouring columns:
 multiples of 16. Which groups do is known on the device only, so both ways are compiled, and a group takes one of them:
 where it is not aligned, 4-byte words are read for each element, of which the half that is wanted is kept.
 
+A group of a row is short, some hundred elements, and a program that waits for one load after another has little else to
+wait for. So the loads of all chunks that are held are issued at once; those past the group's end are masked.
+
 Not here: rows without groups (rowwise.py).
 """
 
@@ -32,12 +35,14 @@ from fp8stack.kernels import cast, groups, launch
 class RowwiseGroupedConfig:
     """How to launch for one size class.
 
-    rows: of a program. block: columns of a chunk of bf16, of which the first is held in registers; a chunk of float32
-    has half as many. programs: see launch.options. measured: what says so.
+    rows: of a program. block: columns of a chunk. held: chunks of a group of bf16 that stay in registers and are read
+    once; half as many of float32, at least one. programs: see launch.options; float32 takes what registers it needs.
+    measured: what says so.
     """
 
     rows: int
     block: int
+    held: int
     num_warps: int
     programs: int
     measured: str
@@ -61,27 +66,33 @@ def _rows_of(targets: tuple[str, ...], *configs: RowwiseGroupedConfig) -> dict[t
 ROWWISE_GROUPED_CONFIGS: dict[tuple[str, str], RowwiseGroupedConfig] = {
     **_rows_of(
         ("sm_90", "sm_100", "sm_103", "sm_120", "sm_89", "sm_87", "sm_86", "sm_80", "sm_75", "sm_70"),
-        RowwiseGroupedConfig(8, 1024, 4, 0, _UNMEASURED),
-        RowwiseGroupedConfig(16, 512, 4, 0, _UNMEASURED),
+        RowwiseGroupedConfig(8, 1024, 1, 4, 0, _UNMEASURED),
+        RowwiseGroupedConfig(16, 512, 1, 4, 0, _UNMEASURED),
     ),
     # Waves of 64.
     **_rows_of(
         ("gfx942", "gfx950", "gfx940", "gfx941", "gfx90a", "gfx908"),
-        RowwiseGroupedConfig(8, 1024, 4, 0, _UNMEASURED),
-        RowwiseGroupedConfig(16, 512, 4, 0, _UNMEASURED),
+        RowwiseGroupedConfig(8, 1024, 1, 4, 0, _UNMEASURED),
+        RowwiseGroupedConfig(16, 512, 1, 4, 0, _UNMEASURED),
     ),
     # Waves of 32.
     **_rows_of(
         ("gfx1200", "gfx1201", *(f"gfx{n}" for n in (1100, 1101, 1102, 1103, 1150, 1151, 1152, 1153))),
-        RowwiseGroupedConfig(8, 1024, 8, 0, _UNMEASURED),
-        RowwiseGroupedConfig(16, 512, 8, 0, _UNMEASURED),
+        RowwiseGroupedConfig(8, 1024, 1, 8, 0, _UNMEASURED),
+        RowwiseGroupedConfig(16, 512, 1, 8, 0, _UNMEASURED),
     ),
     # The interpreter runs program after program in Python: few programs; but more than one chunk.
     **_rows_of(
         ("cpu",),
-        RowwiseGroupedConfig(128, 64, 1, 0, _INTERPRETER),
-        RowwiseGroupedConfig(128, 32, 1, 0, _INTERPRETER),
+        RowwiseGroupedConfig(128, 64, 2, 1, 0, _INTERPRETER),
+        RowwiseGroupedConfig(128, 32, 1, 1, 0, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "e<=32"): RowwiseGroupedConfig(1, 512, 4, 1, 32, "0.90 of a copy: h200/sweep-rowwise_grouped.json"),
+    ("sm_90", "e>32"): RowwiseGroupedConfig(
+        16, 128, 2, 2, 8, "0.61 to 0.73 of a copy: h200/sweep-rowwise_grouped.json"
+    ),
+    # End of the swept rows.
 }
 
 
@@ -109,26 +120,42 @@ def quantize_rowwise_grouped_reference(
 
 @jit
 def _load_elements(
-    x_rows, start, at, size, in_rows, aligned, column_stride, UNIT_STRIDE: tl.constexpr, WORDS: tl.constexpr
+    x_rows,
+    start,
+    at,
+    size,
+    in_rows,
+    column_stride,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Elements `at` of a group of each row as loaded; masked lanes, and those from size on, read 0.
+    """The BLOCK elements from `at` of a group of each row, as loaded; masked lanes, and those from size on, read 0.
 
-    aligned: start and size are multiples of 16. WORDS: elements are halves of aligned words.
+    ALIGNED: start and size are multiples of 16. WORDS: rows consist of aligned words, each of two elements.
     """
-    mask = in_rows & (at < size)[None, :]
+    columns = at + tl.arange(0, BLOCK)
+    mask = in_rows & (columns < size)[None, :]
     if not UNIT_STRIDE:
-        elements = tl.load(x_rows + (start + at)[None, :].to(tl.int64) * column_stride, mask=mask, other=0)
-    elif aligned:
+        return tl.load(x_rows + (start + columns)[None, :].to(tl.int64) * column_stride, mask=mask, other=0)
+    elif ALIGNED:
         # The same numbers, as multiples of 16 to the compiler too.
-        whole = in_rows & (at < size // 16 * 16)[None, :]
-        elements = tl.load(x_rows + (start // 16 * 16 + at)[None, :], mask=whole, other=0)
+        whole = in_rows & (columns < size // 16 * 16)[None, :]
+        return tl.load(x_rows + (start // 16 * 16 + columns)[None, :], mask=whole, other=0)
     elif WORDS:
-        column = start + at
-        words = tl.load(x_rows.to(tl.pointer_type(tl.int32)) + (column >> 1)[None, :], mask=mask, other=0)
-        elements = (words >> ((column & 1) * 16)[None, :]).to(tl.int16)
+        # Two neighbours lie in one word, or in the halves of two that meet.
+        odd = start % 2
+        pairs = at + 2 * tl.arange(0, BLOCK // 2)
+        words = x_rows.to(tl.pointer_type(tl.int32)) + (start // 2) + (pairs // 2)[None, :]
+        here = tl.load(words, mask=in_rows & (pairs < size)[None, :], other=0)
+        following = tl.load(words + 1, mask=in_rows & (pairs < (size - 1) * odd)[None, :], other=0)
+        first = (here >> (16 * odd)).to(tl.int16)
+        second = tl.where(odd == 1, following, here >> 16).to(tl.int16)
+        second = tl.where((pairs + 1 < size)[None, :], second, 0)
+        return tl.reshape(tl.join(first, second), (first.shape[0], BLOCK))
     else:
-        elements = tl.load(x_rows + (start + at)[None, :], mask=mask, other=0)
-    return elements
+        return tl.load(x_rows + (start + columns)[None, :], mask=mask, other=0)
 
 
 @jit
@@ -149,6 +176,7 @@ def _store_codes(
     size,
     padded_size,
     in_rows,
+    BLOCK: tl.constexpr,
     POISONED: tl.constexpr,
     MAX: tl.constexpr,
     BIAS: tl.constexpr,
@@ -159,11 +187,81 @@ def _store_codes(
     NATIVE_NAN: tl.constexpr,
 ):
     """Codes of a chunk to q_rows, which are at the group's first padded column. POISONED: as in colwise.store_parts."""
+    columns = at + tl.arange(0, BLOCK)
     y = cast.float_bits(elements).to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)[:, None]
     if POISONED:
-        y = tl.where((at < size)[None, :], y, 0.0)
+        y = tl.where((columns < size)[None, :], y, 0.0)
     codes = cast.encode(y, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN, POISONED)
-    tl.store(q_rows + at[None, :], codes, mask=in_rows & (at < padded_size)[None, :])
+    tl.store(q_rows + columns[None, :], codes, mask=in_rows & (columns < padded_size)[None, :])
+
+
+@jit
+def _quantize_columns_of_rows(
+    x_rows,
+    q_rows,
+    inverse_scale,
+    in_rows,
+    start,
+    size,
+    padded_size,
+    column_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    WORDS: tl.constexpr,
+    POW2: tl.constexpr,
+    MAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    NATIVE_NAN: tl.constexpr,
+):
+    """One group of some rows. x_rows: rows; q_rows: their first code of the group; inverse_scale: where theirs go."""
+    # All loads of the held columns are issued before the first is waited for.
+    held = ()
+    for chunk in tl.static_range(HELD):
+        elements = _load_elements(
+            x_rows, start, chunk * BLOCK, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS
+        )
+        held = held + (elements,)  # noqa: RUF005 - Triton compiles no starred expression
+    largest = tl.zeros((ROWS,), tl.int32)
+    for chunk in tl.static_range(HELD):
+        largest = tl.maximum(largest, _largest_of(held[chunk]))
+    for at in range(HELD * BLOCK, size, BLOCK):
+        more = _load_elements(x_rows, start, at, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS)
+        largest = tl.maximum(largest, _largest_of(more))
+    scale = cast.scale_bits(largest, MAX, POW2)
+    inverse = cast.inverse_bits(scale).to(tl.float32, bitcast=True)
+    tl.store(inverse_scale[:, None], inverse[:, None], mask=in_rows)
+
+    for chunk in tl.static_range(HELD):
+        # Not a mask alone: most groups are shorter than what is held, and casting nothing costs as much as casting.
+        if chunk * BLOCK < padded_size:
+            _store_codes(
+                q_rows, held[chunk], scale, chunk * BLOCK, size, padded_size, in_rows, BLOCK, False,
+                MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+            )  # fmt: skip
+    chunks = tl.cdiv(padded_size, BLOCK)
+    for back in range(1, chunks - HELD + 1):
+        far = (chunks - back) * BLOCK
+        again = _load_elements(x_rows, start, far, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS)
+        _store_codes(
+            q_rows, again, scale, far, size, padded_size, in_rows, BLOCK, False,
+            MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+        )  # fmt: skip
+    if (tl.max(largest, axis=0) >= 0x7F800000) & (size > 0):
+        # Once more, as in colwise.py: NaN codes, and zero codes in the gap.
+        tl.debug_barrier()
+        for at in range(0, padded_size, BLOCK):
+            last = _load_elements(x_rows, start, at, size, in_rows, column_stride, BLOCK, ALIGNED, UNIT_STRIDE, WORDS)
+            _store_codes(
+                q_rows, last, scale, at, size, padded_size, in_rows, BLOCK, True,
+                MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+            )  # fmt: skip
 
 
 # K and k_pad are token counts: not specialised, or each divisibility by 16 would compile anew.
@@ -184,6 +282,7 @@ def _quantize_rowwise_grouped_kernel(
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     WORDS: tl.constexpr,
     POW2: tl.constexpr,
@@ -195,56 +294,36 @@ def _quantize_rowwise_grouped_kernel(
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
 ):
-    # Neighbouring programs take neighbouring groups of the same rows: their memory is contiguous.
-    group, row_block = tl.program_id(0), tl.program_id(1)
+    # Neighbouring programs take neighbouring groups of the same rows: their memory is contiguous. One dimension of the
+    # grid, as CUDA's others end at 65,535.
+    group, row_block = tl.program_id(0) % E, tl.program_id(0) // E
     start, size, padded_start, padded_size, total = groups.bounds(offs, group, K, E, LANES, ALIGNMENT)
     if row_block == 0:
         tl.store(padded_offs + group, padded_start + padded_size)
-    aligned = (start % 16 == 0) & (size % 16 == 0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     in_rows = (rows < M)[:, None]
-    columns = tl.arange(0, BLOCK)
     # 64 bits: rows * stride passes 2^31 from 2 GiB of codes on.
     x_rows = x + rows.to(tl.int64)[:, None] * row_stride
     q_row = q + rows.to(tl.int64)[:, None] * (k_pad_blocks * 16)
-    q_rows = q_row + padded_start
-
-    held = _load_elements(x_rows, start, columns, size, in_rows, aligned, column_stride, UNIT_STRIDE, WORDS)
-    largest = _largest_of(held)
-    for at in range(BLOCK, size, BLOCK):
-        more = _load_elements(x_rows, start, at + columns, size, in_rows, aligned, column_stride, UNIT_STRIDE, WORDS)
-        largest = tl.maximum(largest, _largest_of(more))
-    scale = cast.scale_bits(largest, MAX, POW2)
-    inverse = cast.inverse_bits(scale).to(tl.float32, bitcast=True)
-    tl.store(inverse_scale + group.to(tl.int64) * M + rows, inverse, mask=rows < M)
-
-    _store_codes(
-        q_rows, held, scale, columns, size, padded_size, in_rows, False,
-        MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
-    )  # fmt: skip
-    chunks = tl.cdiv(padded_size, BLOCK)
-    for back in range(1, chunks):
-        far = (chunks - back) * BLOCK + columns
-        again = _load_elements(x_rows, start, far, size, in_rows, aligned, column_stride, UNIT_STRIDE, WORDS)
-        _store_codes(
-            q_rows, again, scale, far, size, padded_size, in_rows, False,
-            MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+    inverse_row = inverse_scale + group.to(tl.int64) * M + rows
+    # Neither gathered elements nor halves of words are held, and of these few are taken at a time: their addresses
+    # alone fill the registers.
+    if (start % 16 == 0) & (size % 16 == 0):
+        _quantize_columns_of_rows(
+            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, ROWS, BLOCK,
+            HELD if UNIT_STRIDE else 0, True, UNIT_STRIDE, WORDS,
+            POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
         )  # fmt: skip
-    if (tl.max(largest, axis=0) >= 0x7F800000) & (size > 0):
-        # Once more, as in colwise.py: NaN codes, and zero codes in the gap.
-        tl.debug_barrier()
-        for at in range(0, padded_size, BLOCK):
-            last = _load_elements(
-                x_rows, start, at + columns, size, in_rows, aligned, column_stride, UNIT_STRIDE, WORDS
-            )
-            _store_codes(
-                q_rows, last, scale, at + columns, size, padded_size, in_rows, True,
-                MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
-            )  # fmt: skip
+    else:
+        _quantize_columns_of_rows(
+            x_rows, q_row + padded_start, inverse_row, in_rows, start, size, padded_size, column_stride, ROWS,
+            BLOCK // 2, 0, False, UNIT_STRIDE, WORDS,
+            POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+        )  # fmt: skip
 
     first, end = groups.share_of_tail(group, total, k_pad_blocks * 16, E)
     for at in range(first, end, BLOCK):
-        tail = at + columns
+        tail = at + tl.arange(0, BLOCK)
         zeros = tl.zeros((ROWS, BLOCK), tl.uint8)
         tl.store(q_row + tail[None, :], zeros, mask=in_rows & (tail < end)[None, :])
 
@@ -266,7 +345,7 @@ def launch_rowwise_grouped(
     padded_offs = torch.empty_like(offs)
     words = x.itemsize == 2 and k % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
     with launch.on_device(x):
-        _quantize_rowwise_grouped_kernel[(e, max(-(-m // row.rows), 1))](
+        _quantize_rowwise_grouped_kernel[(e * max(-(-m // row.rows), 1),)](
             x.view(cast.INPUTS[x.dtype]),
             q,
             inverse_scale,
@@ -278,7 +357,7 @@ def launch_rowwise_grouped(
             k_pad // 16,
             *x.stride(),
             **_constexprs(x.dtype, e, fmt, pow2, alignment, row, x.stride(1) == 1, words, target),
-            **_options(fmt, row, target),
+            **_options(x.dtype, fmt, row, target),
             **LAUNCH_OPTIONS,
         )
     return q.view(fmt.dtype), inverse_scale, padded_offs
@@ -299,7 +378,8 @@ def _constexprs(
         "LANES": groups.lanes(e),
         "ALIGNMENT": alignment,
         "ROWS": row.rows,
-        "BLOCK": row.block if dtype.itemsize == 2 else row.block // 2,
+        "BLOCK": row.block,
+        "HELD": max(row.held * 2 // dtype.itemsize, 1),
         "UNIT_STRIDE": unit_stride,
         "WORDS": words,
         "POW2": pow2,
@@ -307,9 +387,10 @@ def _constexprs(
     }
 
 
-def _options(fmt: formats.Format, row: RowwiseGroupedConfig, target: str) -> dict[str, int]:
+def _options(dtype: torch.dtype, fmt: formats.Format, row: RowwiseGroupedConfig, target: str) -> dict[str, int]:
     """Launch options. A limit on NVIDIA's registers is for the native cast: the integer encoder needs more of them."""
-    limited = cast.constants(fmt, target)["NATIVE"] is not None or device.lookup(target).vendor != "nvidia"
+    native = cast.constants(fmt, target)["NATIVE"] is not None
+    limited = (native and dtype.itemsize == 2) or device.lookup(target).vendor != "nvidia"
     return launch.options(row.num_warps, row.programs if limited else 0, target)
 
 
@@ -382,7 +463,7 @@ def compile_specs(arch: str) -> list[CompileSpec]:
 def _compile_spec(fmt: formats.Format, dtype: torch.dtype, e: int, target: str) -> CompileSpec:
     row = launch.config(ROWWISE_GROUPED_CONFIGS, target, size_class(e))
     words = dtype.itemsize == 2
-    launched = _options(fmt, row, target)
+    launched = _options(dtype, fmt, row, target)
     pointers = {"x": _POINTERS[dtype], "q": "*u8", "inverse_scale": "*fp32", "offs": "*i32", "padded_offs": "*i32"}
     return CompileSpec(
         kernel=_quantize_rowwise_grouped_kernel,

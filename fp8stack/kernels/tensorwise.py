@@ -91,6 +91,17 @@ TENSORWISE_CONFIGS: dict[tuple[str, str], TensorwiseConfig] = {
         TensorwiseConfig(8192, 1, True, 128, 128, 2, 1, 0, False, _INTERPRETER),
         TensorwiseConfig(8192, 1, False, 128, 128, 2, 1, 0, False, _INTERPRETER),
     ),
+    # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("sm_90", "row"): TensorwiseConfig(
+        32768, 16, False, 1, 4096, 1, 4, 0, False, "0.98 to 1.03 of a copy: h200/sweep-tensorwise.json"
+    ),
+    ("sm_90", "column"): TensorwiseConfig(
+        16384, 8, False, 128, 128, 16, 4, 0, False, "0.95 of a copy: h200/sweep-tensorwise_column.json"
+    ),
+    ("sm_90", "both"): TensorwiseConfig(
+        16384, 8, False, 64, 64, 8, 2, 0, False, "0.92 of a copy: h200/sweep-tensorwise_both.json"
+    ),
+    # End of the swept rows.
 }
 
 _PARTIALS = 2048  # maxima that one block reads at a time

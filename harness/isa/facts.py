@@ -92,13 +92,19 @@ FACTS: dict[str, Fact] = {
 Value = int | float | str
 
 
+def hot_loops(listing: Listing) -> tuple[frozenset[int], ...]:
+    """The outermost loops that touch device memory, each as the indices of its blocks; none if the kernel is a tile."""
+    access = DIALECTS[listing.dialect].access
+    return tuple(
+        loop
+        for loop in listing.loops
+        if any((found := access(i)) is not None and found.space == "global" for i in listing.within(loop))
+    )
+
+
 def region(listing: Listing) -> tuple[str, tuple[Instruction, ...]]:
     """(`loops`, the instructions of the loops that touch device memory), or (`kernel`, all reachable ones)."""
-    access = DIALECTS[listing.dialect].access
-    counted: set[int] = set()
-    for loop in listing.loops:
-        if any((found := access(i)) is not None and found.space == "global" for i in listing.within(loop)):
-            counted |= loop
+    counted = frozenset().union(*hot_loops(listing))
     if counted:
         return "loops", listing.within(counted)
     return "kernel", listing.within(listing.reachable)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,40 @@ def recorded_case(
         if word in FORMATS:
             record_property("format", word)
             break
+
+
+_GUARD_BYTES = 256
+_GUARD, _POISON = 0xA5, 0xFF  # four bytes of poison are a NaN, and an offset of -1
+
+
+@pytest.fixture
+def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What the test allocates is poisoned and lies between guards; the result, called, fails if a guard is changed.
+
+    An op allocates its outputs itself (torch.empty with dtype and device, torch.empty_like), so there is no other way
+    to see what it writes past their ends.
+    """
+    empty = torch.empty
+    guards: list[torch.Tensor] = []
+
+    def between_guards(*size: Any, **named: Any) -> torch.Tensor:
+        if set(named) != {"dtype", "device"}:
+            return empty(*size, **named)
+        shape = torch.Size(*size)
+        used = shape.numel() * named["dtype"].itemsize
+        buffer = empty(_GUARD_BYTES + used + _GUARD_BYTES, dtype=torch.uint8, device=named["device"]).fill_(_GUARD)
+        guards.extend((buffer[:_GUARD_BYTES], buffer[_GUARD_BYTES + used :]))
+        return buffer[_GUARD_BYTES : _GUARD_BYTES + used].fill_(_POISON).view(named["dtype"]).view(shape)
+
+    def check() -> None:
+        __tracebackhide__ = True
+        assert guards, "the op allocated nothing with torch.empty; expected its outputs; guard what allocates them"
+        changed = [int((guard != _GUARD).sum()) for guard in guards]
+        assert not any(changed), f"bytes written around the outputs, before and after each: {changed}"
+
+    monkeypatch.setattr(torch, "empty", between_guards)
+    monkeypatch.setattr(torch, "empty_like", lambda x: between_guards(x.shape, dtype=x.dtype, device=x.device))
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ else is compared with the reference. Ops go by the word that a case id begins wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,20 @@ import pytest
 import torch
 
 from fp8stack import formats
+from fp8stack.device import detect
 from fp8stack.formats import UnsupportedDtype
-from fp8stack.kernels import experts, launch, rowwise
-from suites.cases import DTYPES, FORMATS, LAYOUTS, TAIL_WIDTHS, contract_rows, from_bits, guarded, random_normal
+from fp8stack.kernels import column_maxima, experts, launch, rowwise
+from suites.cases import (
+    DTYPES,
+    FORMATS,
+    LAYOUTS,
+    TAIL_WIDTHS,
+    amax_at_the_ends,
+    contract_rows,
+    from_bits,
+    guarded,
+    random_normal,
+)
 from suites.compare import assert_bits_equal
 from suites.numerics.golden import loader
 
@@ -58,6 +70,8 @@ LONG_SHAPES: dict[str, tuple[int, int, int]] = {
     "1x7168x4": (1, 7168, 4),
     "1x8200x4": (1, 8200, 4),
     "1x4x2050": (1, 4, 2050),
+    "1x5x8200": (1, 5, 8200),
+    "1x5x16400": (1, 5, 16400),
 }
 
 
@@ -153,7 +167,7 @@ def test_contract_rows(op: str, fmt: str, dtype: str, word: str, seed: int, quan
 )
 def test_shapes(op: str, fmt: str, dtype: str, shape: str, seed: int, quantize: Op) -> None:
     """Awkward sizes: pytorch/ao#4627 stored the scales of a partial tile over the next columns' and past the end."""
-    w = random_normal((SHAPES | LONG_SHAPES)[shape], DTYPES[dtype], seed)
+    w = amax_at_the_ends(random_normal((SHAPES | LONG_SHAPES)[shape], DTYPES[dtype], seed), -1, -2)
     assert_equals_reference(op, w, fmt, True, quantize(op, w, fmt, True))
 
 
@@ -204,6 +218,19 @@ def test_pow2_ladder(fmt: str, quantize: Op) -> None:
         assert_equals_reference("experts_transposed", w, fmt, pow2, quantize("experts_transposed", w, fmt, pow2))
 
 
+@pytest.mark.parametrize(
+    "span", [pytest.param(span, id=f"experts_both-e4m3fnuz-bf16-spans-of-{span}") for span in (1, 4)]
+)
+def test_every_row_counts(span: int, device: str) -> None:
+    """Each column has one element, in a row of its own: no span, and no row of one, is left out of the maxima."""
+    w = torch.diag_embed(torch.exp2(torch.arange(1, 38, dtype=torch.float32))).to(torch.bfloat16)[None]
+    target = detect(device).target.name
+    row = launch.config(experts.BOTH_CONFIGS, target, column_maxima.width_class(w.shape[2], w.dtype))
+    row = replace(row, span=span, row_rows=1)
+    result = experts.launch_both(w.to(device), formats.get("e4m3fnuz"), True, row, target)
+    assert_equals_reference("experts_both", w, "e4m3fnuz", True, result)
+
+
 # --- what a unit does to its neighbours -------------------------------------------------------------------------------
 
 SPOILS: dict[str, float] = {"nan": float("nan"), "inf": float("inf"), "neginf": float("-inf"), "zero": 0.0}
@@ -243,7 +270,7 @@ def test_neighbours(op: str, fmt: str, dtype: str, word: str, seed: int, quantiz
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=f"{op}-offsets-past-2e31") for op in list(OPS)[:2]])
+@pytest.mark.parametrize("op", [pytest.param(op, id=f"{op}-offsets-past-2e31") for op in OPS])
 def test_offsets_past_2e31(op: str, quantize: Op, device: str, tmp_path: Path) -> None:
     """Experts whose offset passes 2^31 elements are found: index arithmetic has 64 bits. The buffer is sparse."""
     pitch, (n, k) = 2**30, (3, 33)
@@ -301,10 +328,13 @@ def test_every_arch_has_its_launch_rows() -> None:
 
     for arch in ARCHS:
         for n in (1, 513, 1025, 2049, 4097, 8193):
-            name = experts.size_class(n)
-            for table in (experts.TRANSPOSED_CONFIGS, experts.BOTH_CONFIGS):
-                row = launch.config(table, arch, name)
-                assert row.rows % row.parts == 0 < row.columns
+            row = launch.config(experts.TRANSPOSED_CONFIGS, arch, experts.size_class(n))
+            assert row.rows % row.parts == 0 < row.columns
+        for k in (1, 2049, 8193, 16385):
+            for dtype in DTYPES.values():
+                both = launch.config(experts.BOTH_CONFIGS, arch, column_maxima.width_class(k, dtype))
+                assert both.tile_rows(dtype) % both.parts == 0 < both.columns
+                assert both.span % both.row_rows == 0 < both.row_block
         assert launch.config(rowwise.ROWWISE_CONFIGS, arch, rowwise.size_class(2048))
     with pytest.raises(LookupError, match="gfx9-4-generic"):
-        launch.config(experts.BOTH_CONFIGS, "gfx9-4-generic", experts.size_class(1))
+        launch.config(experts.BOTH_CONFIGS, "gfx9-4-generic", column_maxima.width_class(1, torch.bfloat16))

@@ -222,6 +222,16 @@ def test_random_amax(fmt: str, seed: int, quantize: Op) -> None:
         assert_equals_reference(x, fmt, False, quantize(x, fmt), f"amax {float(x)!r}")
 
 
+def test_many_partial_maxima(seed: int, quantize: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The amax is over all partial maxima, also where they are more than one block reads at a time."""
+    monkeypatch.setattr(tensorwise, "_PARTIALS", 2)
+    x = random_normal((272, 288), torch.bfloat16, seed)
+    x[-1, -1] = 1000.0  # in the last of them
+    for column_major in (False, True):
+        result = quantize(x, "e4m3fnuz", column_major=column_major)
+        assert_equals_reference(x, "e4m3fnuz", False, result, "many maxima", column_major)
+
+
 # --- a given scale ----------------------------------------------------------------------------------------------------
 
 GIVEN = {

@@ -399,16 +399,12 @@ def sweep(argv: Sequence[str]) -> int:
     return 1 if any(result["wrong"] for result in results) else 0
 
 
-def check_first() -> int:
-    """Run the numerics cases of grouped GEMMs through pytest on this GPU; pytest's exit code."""
-    return kernels.run_cases("test_grouped_gemm")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m suites.perf.grouped_gemm", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", type=_shape, metavar="ExMxKxN", default=SHAPES)
     parser.add_argument("--gemm", nargs="+", choices=GEMMS, default=GEMMS)
     parser.add_argument("--rounds", type=int, default=30, help="samples a candidate (default 30)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that check the numerics first (default 1)")
     parser.add_argument("--json", type=Path, help="write raw samples and provenance to this file")
     parser.add_argument(
         "--unchecked", action="store_true", help="skip the numerics cases (each result is still checked)"
@@ -419,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 4
     where = torch.device("cuda", torch.cuda.current_device())
     found = device.detect(where)
-    if not options.unchecked and check_first() != 0:
+    if not options.unchecked and kernels.run_cases("test_grouped_gemm", options.jobs) != 0:
         print("a numerics case of grouped GEMMs is red; nothing was timed; mend it first", file=sys.stderr)
         return 1
     fmt = formats.get(found.arch.e4m3).name

@@ -46,7 +46,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SEED = 20_250
 
 Inputs = tuple[torch.Tensor, ...]
-Peer = Callable[[Inputs, str], object]
 
 
 @dataclass(frozen=True)
@@ -375,47 +374,54 @@ ROWS = (
 )
 
 
-def _torchao(name: str, module: str) -> Callable[..., object] | None:
-    """A torchao kernel, where torchao is installed and still has it under this name."""
-    if importlib.util.find_spec("torchao") is None:
-        return None
-    try:
-        found = importlib.import_module(f"torchao.prototype.moe_training.kernels.{module}")
-    except ImportError:
-        return None
-    return getattr(found, name, None)
+@dataclass(frozen=True)
+class Peer:
+    """torchao's kernel for an op: its name, its module, and the inputs of a row as it takes them."""
+
+    name: str
+    module: str
+    arguments: Callable[[Inputs], Inputs] = lambda inputs: inputs
+
+    def load(self) -> Callable[[Inputs, str], object] | None:
+        """The kernel, where torchao is installed and still has it under this name."""
+        if importlib.util.find_spec("torchao") is None:
+            return None
+        try:
+            module = importlib.import_module(f"torchao.prototype.moe_training.kernels.{self.module}")
+        except ImportError:
+            return None
+        quantise = getattr(module, self.name, None)
+        if quantise is None:
+            return None
+        return lambda inputs, fmt: quantise(
+            *self.arguments(inputs), output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True
+        )
 
 
-def _torchao_rowwise() -> Peer | None:
-    """torchao's 2-D rowwise kernel."""
-    quantise = _torchao("triton_fp8_rowwise_2d_scale_and_cast", "float8_rowwise")
-    if quantise is None:
-        return None
-    return lambda inputs, fmt: quantise(*inputs, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
+def _turned_weights(inputs: Inputs) -> Inputs:
+    return (inputs[0].transpose(-2, -1),)
 
 
-def _torchao_transposed() -> Peer | None:
-    """torchao's 3-D kernel that transposes the codes of expert weights."""
-    quantise = _torchao("triton_fp8_rowwise_3d_transpose_rhs", "float8_rowwise")
-    if quantise is None:
-        return None
-    return lambda inputs, fmt: quantise(*inputs, output_dtype=formats.get(fmt).dtype, round_scales_to_power_of_2=True)
-
-
-PEERS: dict[str, Callable[[], Peer | None]] = {
-    "rowwise": _torchao_rowwise,
-    "experts_transposed": _torchao_transposed,
+PEERS: dict[str, Peer] = {
+    "rowwise": Peer("triton_fp8_rowwise_2d_scale_and_cast", "float8_rowwise"),
+    "colwise": Peer("triton_fp8_per_group_colwise_scales", "jagged_float8_scales"),
+    "colwise_pair": Peer("triton_fp8_per_group_colwise_scales_dual", "jagged_float8_scales"),
+    "rowwise_grouped": Peer("triton_fp8_per_group_rowwise_scales", "jagged_float8_scales"),
+    "experts": Peer("triton_fp8_colwise_3d_scale_and_cast", "float8_rowwise", _turned_weights),
+    "experts_transposed": Peer("triton_fp8_rowwise_3d_transpose_rhs", "float8_rowwise", _turned_weights),
 }
 
 
-def check_first(ops: Sequence[str]) -> int:
-    """Run the numerics cases of `ops` through pytest on this GPU; pytest's exit code."""
-    return run_cases(" or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops)))
+def check_first(ops: Sequence[str], jobs: int) -> int:
+    """Run the numerics cases of `ops` through pytest on this GPU, in `jobs` processes; pytest's exit code."""
+    return run_cases(" or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops)), jobs)
 
 
-def run_cases(rules: str) -> int:
+def run_cases(rules: str, jobs: int) -> int:
     """Run the numerics cases that pytest's -k `rules` selects; pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "suites/numerics", "-k", rules]
+    if jobs > 1:
+        command += ["-n", str(jobs)]
     print("correct first:", " ".join(command[1:]), file=sys.stderr, flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
@@ -435,7 +441,7 @@ def time_row(row: Row, fmt: str, where: torch.device, rounds: int) -> dict[str, 
         chain = torch.compile(op.chain, fullgraph=True)
         spec = formats.get(fmt)
         candidates.append(timing.Candidate("compiled chain", [lambda x=x: chain(x, spec) for x in inputs], moved))
-        peer = PEERS[row.op]() if row.op in PEERS and row.dtype == torch.bfloat16 else None
+        peer = PEERS[row.op].load() if row.op in PEERS and row.dtype == torch.bfloat16 else None
         if peer is not None:
             candidates.append(timing.Candidate("torchao", [lambda x=x: peer(x, fmt) for x in inputs], moved))
     timed = timing.measure(candidates, rounds)
@@ -506,6 +512,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="time this op only; may be repeated")
     parser.add_argument("--format", choices=sorted(formats.FORMATS), help="default: the e4m3 format of this arch")
     parser.add_argument("--rounds", type=int, default=30, help="samples a candidate (default 30)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that check the numerics first (default 1)")
     parser.add_argument("--json", type=Path, help="write raw samples and provenance to this file")
     parser.add_argument("--gate", action="store_true", help="exit 1 if a row is below its bar")
     options = parser.parse_args(argv)
@@ -515,7 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = torch.device("cuda", torch.cuda.current_device())
     found = device.detect(where)
     ops = options.op or sorted(OPS)
-    if check_first(ops) != 0:
+    if check_first(ops, options.jobs) != 0:
         print("a numerics case of these ops is red; nothing was timed; mend it first", file=sys.stderr)
         return 1
     fmt = options.format or found.arch.e4m3

@@ -1,10 +1,13 @@
 """Every launch configuration that fits this GPU, timed: `python -m suites.perf.sweep OP [--shapes MxK ...]`.
 
-The space is not a hand list: the powers of two for tiles and warps, cut by what the arch allows (threads a block,
-registers a thread). Each configuration is compiled, by several processes at once into Triton's cache, checked bit-equal
-to the reference once, then timed in turns with a copy. Printed and, with `--json FILE`, written: the best configuration
-a shape, and the best compromise a size class, which is the smallest geometric mean of slowdown against each shape's
-best. The tables in fp8stack/kernels come from such a file and name it.
+The space is not a hand list: the powers of two for tiles and warps, cut by what the arch allows (device.ARCHS: lanes a
+wave, threads a block, registers of a thread and of all that run together, LDS for a tile that leaves turned). Each
+configuration is compiled, by several processes at once into Triton's cache, checked bit-equal to the reference once,
+then timed in turns with a copy. Printed and, with `--json FILE`, written: the best configuration a shape, and the best
+compromise a size class, which is the smallest geometric mean of slowdown against each shape's best. The tables in
+fp8stack/kernels come from such files and name them (tables.py).
+
+Without a GPU, `--static ARCH` ranks the same space by the machine code that the configurations compile to (ranks.py).
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ import json
 import math
 import multiprocessing
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from fp8stack import device, formats
+from fp8stack import _triton, device, formats
 from fp8stack.kernels import (
     blockwise,
+    column_maxima,
     colwise,
     experts,
     mxfp8,
@@ -34,13 +40,12 @@ from fp8stack.kernels import (
     rowwise_grouped,
     tensorwise,
 )
+from harness.isa import occupancy
 from suites.perf import kernels, timing
 
-MAX_THREADS = 1024
 MAX_ELEMENTS_A_THREAD = 128  # held as loaded, two bf16 a register; beyond it an sm_90 thread (255 registers) spills
 MIN_ELEMENTS_A_CHUNK = 16  # of a thread: below it no thread can issue one 16-byte store of codes
 LOADED = 8  # bf16 elements of one 16-byte load
-REGISTERS = 65536  # of an NVIDIA multiprocessor
 CODE_REGISTERS = 56  # what a transposing kernel needs beside the tiles that it holds; found by cross-compiling
 
 Shape = tuple[int, ...]
@@ -51,89 +56,120 @@ Config = Any  # the dataclass of a kernel's launch table
 class Space:
     """What an op can be launched with.
 
-    configs: of a shape and the lanes a wave, in a fixed order. launch: of inputs, format, configuration, target.
-    sample: fewer inputs that need the same kernel, for the comparison with the reference. shapes: the op's own list.
+    module, table: the file of its kernel and the name of its launch table there. configs: of a shape and the arch's
+    limits, in a fixed order. launch: of inputs, format, configuration, target. sample: fewer inputs that need the same
+    kernel, for the comparison with the reference. shapes: the op's own list. ocp: its codes are OCP on every arch.
     """
 
-    configs: Callable[[Shape, int], Iterator[Config]]
+    module: ModuleType
+    table: str
+    configs: Callable[[Shape, device.Arch], Iterator[Config]]
     launch: Callable[[kernels.Inputs, formats.Format, Config, str], kernels.Inputs]
     reference: Callable[[kernels.Inputs, formats.Format], kernels.Inputs]
     sample: Callable[[kernels.Inputs], kernels.Inputs]
     size_class: Callable[[Shape], str]
     shapes: tuple[Shape, ...]
+    ocp: bool = False
+
+    @property
+    def rows(self) -> dict[tuple[str, str], Config]:
+        """The launch table: (target, size class) -> configuration."""
+        return getattr(self.module, self.table)
+
+    @property
+    def make(self) -> Callable[..., Config]:
+        """The dataclass of its configurations."""
+        return type(next(iter(self.rows.values())))
+
+    def fmt(self, arch: device.Arch) -> str:
+        """The format that it is swept with."""
+        return "e4m3fn" if self.ocp else arch.e4m3
 
 
-def _rowwise_configs(shape: Shape, wave: int) -> Iterator[rowwise.RowwiseConfig]:
+def _rowwise_configs(shape: Shape, arch: device.Arch) -> Iterator[rowwise.RowwiseConfig]:
     k = shape[-1]
     whole = 1 << (k - 1).bit_length()
     for block in (512 << n for n in range(6)):
         chunks = -(-k // block)
         for rows in (1, 2, 4, 8, 16):
             for warps in (1, 2, 4, 8, 16):
-                threads = warps * wave
+                threads = warps * arch.wave_size
                 a_chunk = rows * block / threads
-                fits = threads <= MAX_THREADS and a_chunk >= MIN_ELEMENTS_A_CHUNK
+                fits = threads <= arch.threads and a_chunk >= MIN_ELEMENTS_A_CHUNK
                 if block <= whole and fits and a_chunk * chunks <= MAX_ELEMENTS_A_THREAD:
                     yield rowwise.RowwiseConfig(rows, block, warps, "")
 
 
-def _transposed_configs(shape: Shape, wave: int) -> Iterator[experts.TransposedConfig]:
+def _transposed_configs(shape: Shape, arch: device.Arch) -> Iterator[experts.TransposedConfig]:
     """A thread has one 16-byte load a part of each chunk; what it holds must leave registers for the code."""
     n = shape[1]
     for columns in (16, 32, 64, 128):
         for parts in (8, 16):
             for warps in (4, 8, 16):
-                threads = warps * wave
+                threads = warps * arch.wave_size
                 rows = parts * threads * LOADED // columns
                 chunks = -(-n // rows)
-                if rows >= 2 * n or threads > MAX_THREADS:
+                if rows >= 2 * n or threads > arch.threads or rows * columns > arch.lds_bytes:
                     continue
                 registers = parts * LOADED // 2  # of a thread for a chunk of bf16
                 for held in sorted({0, min(chunks, 1), min(chunks, 64 // registers), min(chunks, 96 // registers)}):
                     for programs in (0, 1, 2, 3, 4):
-                        a_thread = min(REGISTERS // max(programs, 1) // threads, 255)
+                        a_thread = min(arch.registers // max(programs, 1) // threads, arch.thread_registers)
                         fits = registers * max(held, 1) + CODE_REGISTERS <= a_thread
-                        if not fits or (programs and a_thread == 255):
+                        if not fits or (programs and a_thread == arch.thread_registers):
                             continue
                         for hints in (False, True) if chunks > held else (False,):
                             yield experts.TransposedConfig(columns, rows, parts, held, warps, programs, hints, "")
 
 
-def _both_configs(shape: Shape, wave: int) -> Iterator[experts.BothConfig]:
-    k = shape[2]
-    for column in _transposed_configs(shape, wave):
-        threads = column.num_warps * wave
-        if column.columns > 64 or (column.hints and column.parts == 8):
+def _column_maxima_configs(k: int, turned: Sequence[Config], arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
+    """Launches follow one another, so the best of each is the best of all: rows vary beside one tile of the turned cast
+    (of its own configurations), then tiles beside one way to take rows. A thread has 16 elements of each chunk.
+    """
+    rows = []
+    for warps in (1, 2, 4, 8, 16):
+        threads = warps * arch.wave_size
+        block = MIN_ELEMENTS_A_CHUNK * threads
+        chunks = -(-k // block)
+        a_row = MIN_ELEMENTS_A_CHUNK * chunks  # elements of a thread, whose maxima take a register each
+        if threads > arch.threads or block * chunks >= 2 * k + 512:
             continue
         for row_rows in (1, 2, 4, 8):
-            a_thread = row_rows * 2048 / threads
-            if a_thread < MIN_ELEMENTS_A_CHUNK / 2 or row_rows * k / threads > MAX_ELEMENTS_A_THREAD / 2:
-                continue
-            for together in (1, 4, 1 << 20):
-                yield experts.BothConfig(
-                    row_rows,
-                    2048,
-                    min(together, shape[0]),
-                    column.columns,
-                    column.rows,
-                    column.parts,
-                    column.held,
-                    column.num_warps,
-                    column.programs,
-                    column.hints,
-                    "",
-                )
+            for ahead in (False, True):
+                held = row_rows * (a_row // 2 * (1 + ahead) + MIN_ELEMENTS_A_CHUNK // 2)
+                if a_row + held + CODE_REGISTERS <= min(arch.registers // threads, 224):
+                    rows.append((row_rows, block, warps, ahead))
+    tile = min(turned, key=lambda t: (abs(t.rows * t.columns - 16384), abs(t.columns - 64), -t.parts, t.programs))
+    beside = min(rows, key=lambda row: (abs(row[2] - 4), row))
+    for span in (16, 32, 64, 128):
+        for row in rows:
+            for hints in (False, True):
+                yield _both_config(span, row, hints, tile)
+    for other in turned:
+        if other is not tile:
+            yield _both_config(64, beside, False, other)
 
 
-def _tensorwise_configs(shape: Shape, wave: int) -> Iterator[tensorwise.TensorwiseConfig]:
+def _both_config(span: int, row: tuple[int, int, int, bool], hints: bool, tile: Config) -> column_maxima.BothConfig:
+    return column_maxima.BothConfig(
+        span, *row, hints, tile.rows, tile.columns, tile.parts, tile.num_warps, tile.programs, ""
+    )
+
+
+def _both_configs(shape: Shape, arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
+    turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and not tile.hints]
+    return _column_maxima_configs(shape[2], turned, arch)
+
+
+def _tensorwise_configs(shape: Shape, arch: device.Arch) -> Iterator[tensorwise.TensorwiseConfig]:
     for amax_elements in (4096, 8192, 16384, 32768):
         for amax_warps in (4, 8, 16):
-            if not MIN_ELEMENTS_A_CHUNK <= amax_elements / amax_warps / wave <= MAX_ELEMENTS_A_THREAD:
+            if not MIN_ELEMENTS_A_CHUNK <= amax_elements / amax_warps / arch.wave_size <= MAX_ELEMENTS_A_THREAD:
                 continue
             for fused in (False, True):
                 for elements in (4096, 8192, 16384):
                     for warps in (2, 4, 8):
-                        if not MIN_ELEMENTS_A_CHUNK <= elements / warps / wave <= MAX_ELEMENTS_A_THREAD // 2:
+                        if not MIN_ELEMENTS_A_CHUNK <= elements / warps / arch.wave_size <= MAX_ELEMENTS_A_THREAD // 2:
                             continue
                         for hints in (False, True):
                             yield tensorwise.TensorwiseConfig(
@@ -141,16 +177,16 @@ def _tensorwise_configs(shape: Shape, wave: int) -> Iterator[tensorwise.Tensorwi
                             )
 
 
-def _turned_configs(shape: Shape, wave: int) -> Iterator[tensorwise.TensorwiseConfig]:
+def _turned_configs(shape: Shape, arch: device.Arch) -> Iterator[tensorwise.TensorwiseConfig]:
     for columns in (32, 64, 128):
         for parts in (8, 16):
             for warps in (2, 4, 8):
                 for programs in (0, 4, 6, 8):
-                    if programs and REGISTERS // programs // (warps * wave) < 64 + CODE_REGISTERS:
+                    if programs and arch.registers // programs // (warps * arch.wave_size) < 64 + CODE_REGISTERS:
                         continue
                     for loads in (1, 2):  # 16-byte loads of a thread a part
-                        rows = loads * parts * warps * wave * LOADED // columns
-                        if loads * parts > 16 or rows > 1024:
+                        rows = loads * parts * warps * arch.wave_size * LOADED // columns
+                        if loads * parts > 16 or rows > 1024 or rows * columns > arch.lds_bytes:
                             continue
                         for hints in (False, True):
                             yield tensorwise.TensorwiseConfig(
@@ -170,6 +206,8 @@ def _tensorwise_space(layout: str) -> Space:
         return tuple(result[place] for place in wanted)
 
     return Space(
+        tensorwise,
+        "TENSORWISE_CONFIGS",
         _tensorwise_configs if layout == "row" else _turned_configs,
         launch,
         reference,
@@ -179,19 +217,19 @@ def _tensorwise_space(layout: str) -> Space:
     )
 
 
-def _colwise_configs(shape: Shape, wave: int) -> Iterator[colwise.ColwiseConfig]:
+def _colwise_configs(shape: Shape, arch: device.Arch) -> Iterator[colwise.ColwiseConfig]:
     """A thread has one 16-byte load a part of each chunk; held chunks must leave registers for the code."""
     for columns in (32, 64, 128):
         for warps in (2, 4, 8, 16):
             for parts in (8, 16):
-                threads = warps * wave
+                threads = warps * arch.wave_size
                 rows = parts * threads * LOADED // columns
-                if rows < 64 or rows > 2048:
+                if threads > arch.threads or rows < 64 or rows > 2048:
                     continue
                 registers = parts * LOADED // 2
                 for held in (0, 1, 2, 3):
                     for programs in sorted({limit // threads for limit in (256, 384, 512, 768) if limit >= threads}):
-                        a_thread = min(REGISTERS // (programs * threads), 255)
+                        a_thread = min(arch.registers // (programs * threads), arch.thread_registers)
                         if registers * max(held, 1) + CODE_REGISTERS <= a_thread:
                             yield colwise.ColwiseConfig(columns, rows, parts, held, warps, programs, "")
 
@@ -201,20 +239,24 @@ def _block_configs(
 ) -> Callable[..., Iterator[Config]]:
     """Tiles of whole blocks of rows x columns, whatever the shape."""
 
-    def configs(shape: Shape, wave: int) -> Iterator[Config]:
+    def configs(shape: Shape, arch: device.Arch) -> Iterator[Config]:
         for tile_rows in (1 << n for n in range(9)):
             for tile_columns in (1 << n for n in range(5, 12)):
                 if tile_rows % rows or tile_columns % columns or (turned and tile_rows < 64):
                     continue
+                if turned and tile_rows * tile_columns > arch.lds_bytes:
+                    continue
                 for parts in (4, 8, 16) if turned else (1,):
                     for warps in (1, 2, 4, 8, 16):
-                        threads = warps * wave
+                        threads = warps * arch.wave_size
+                        if threads > arch.threads:
+                            continue
                         a_thread = tile_rows * tile_columns / threads
                         loads = a_thread / LOADED / parts  # of a thread a part
                         if a_thread > MAX_ELEMENTS_A_THREAD or a_thread < MIN_ELEMENTS_A_CHUNK or loads < 1:
                             continue
                         for programs in (0, 4, 6, 8):
-                            a_register = REGISTERS // max(programs, 1) // threads
+                            a_register = arch.registers // max(programs, 1) // threads
                             if programs and (a_register < a_thread + CODE_REGISTERS / 2 or a_register > 200):
                                 continue
                             yield make(tile_rows, tile_columns, parts, warps, programs, "")
@@ -224,6 +266,8 @@ def _block_configs(
 
 def _blockwise_space(unit: str, column_major: bool, shapes: tuple[Shape, ...]) -> Space:
     return Space(
+        blockwise,
+        "BLOCKWISE_CONFIGS",
         _block_configs(blockwise.BlockwiseConfig, *blockwise.UNITS[unit], column_major),
         lambda inputs, fmt, config, target: blockwise.launch_blockwise(
             *inputs, fmt, unit, column_major, False, config, target
@@ -239,36 +283,37 @@ def _mxfp8_space(dim: int) -> Space:
     # A tile holds four blocks along the scales, which are stored as words.
     unit = (1, 4 * mxfp8.BLOCK) if dim == 1 else (4 * mxfp8.BLOCK, 1)
     return Space(
+        mxfp8,
+        "MXFP8_CONFIGS",
         _block_configs(mxfp8.Mxfp8Config, *unit, dim == 0),
         lambda inputs, fmt, config, target: mxfp8.launch_mxfp8(*inputs, fmt, "floor", dim, config, target),
         lambda inputs, fmt: mxfp8.quantize_mxfp8_reference(*inputs, fmt, "floor", dim),
         _few_rows,
         lambda shape: mxfp8.DIRECTIONS[dim],
         _ACTIVATIONS,
+        ocp=True,
     )
 
 
-def _rowwise_grouped_configs(shape: Shape, wave: int) -> Iterator[rowwise_grouped.RowwiseGroupedConfig]:
-    """A thread has 16 neighbouring elements, or a few times as many, of the chunk that is held."""
-    for block in (128, 256, 512, 1024, 2048):
-        for warps in (1, 2, 4, 8):
+def _rowwise_grouped_configs(shape: Shape, arch: device.Arch) -> Iterator[rowwise_grouped.RowwiseGroupedConfig]:
+    """A thread has 16 neighbouring elements, or some times as many, of each chunk that is held."""
+    for block in (128, 256, 512):
+        for warps in (1, 2, 4):
             for elements in (16, 32, 64):
-                rows = warps * wave * elements // block
-                for threads in (512, 768, 1024) if rows else ():
-                    yield rowwise_grouped.RowwiseGroupedConfig(rows, block, warps, threads // (warps * wave), "")
+                rows = warps * arch.wave_size * elements // block
+                for held in (1, 2, 4, 8):
+                    registers = elements * held // 2  # of a thread for bf16
+                    for threads in (512, 768, 1024) if rows else ():
+                        fits = registers + CODE_REGISTERS / 2 <= arch.registers // threads and block * held <= 2048
+                        if fits:
+                            programs = threads // (warps * arch.wave_size)
+                            yield rowwise_grouped.RowwiseGroupedConfig(rows, block, held, warps, programs, "")
 
 
-def _rowwise_and_colwise_configs(shape: Shape, wave: int) -> Iterator[rowwise_and_colwise.RowwiseAndColwiseConfig]:
-    k = shape[1]
-    for column in _colwise_configs(shape, wave):
-        if column.parts == 8 or column.columns == 128 or column.held > 1:
-            continue
-        threads = column.num_warps * wave
-        for row_rows in (1, 2, 4, 8):
-            for row_block in (1024, 2048, 4096):
-                a_chunk = row_rows * row_block / threads
-                if a_chunk >= MIN_ELEMENTS_A_CHUNK / 2 and row_rows * k / threads <= MAX_ELEMENTS_A_THREAD / 2:
-                    yield rowwise_and_colwise.RowwiseAndColwiseConfig(row_rows, row_block, **asdict(column))
+def _rowwise_and_colwise_configs(shape: Shape, arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
+    """As for experts; but colwise.py's tiles exchange nothing between threads, so 16 codes need 16 parts."""
+    turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and tile.parts == 16 and not tile.hints]
+    return _column_maxima_configs(shape[1], turned, arch)
 
 
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:
@@ -283,6 +328,7 @@ def _two_experts(inputs: kernels.Inputs) -> kernels.Inputs:
     return (inputs[0][:2],)
 
 
+_EXPERTS = ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048))
 _ACTIVATIONS = ((16640, 2048), (16640, 5120), (32768, 7168))
 
 SPACES: dict[str, Space] = {
@@ -296,6 +342,8 @@ SPACES: dict[str, Space] = {
     "tensorwise_column": _tensorwise_space("column"),
     "tensorwise_both": _tensorwise_space("both"),
     "rowwise": Space(
+        rowwise,
+        "ROWWISE_CONFIGS",
         _rowwise_configs,
         lambda inputs, fmt, config, target: rowwise.launch_rowwise(*inputs, fmt, True, config, target),
         lambda inputs, fmt: rowwise.quantize_rowwise_reference(*inputs, fmt),
@@ -312,7 +360,20 @@ SPACES: dict[str, Space] = {
             (4096, 28672),
         ),
     ),
+    # rowwise's kernel, over E * N rows
+    "experts": Space(
+        rowwise,
+        "ROWWISE_CONFIGS",
+        _rowwise_configs,
+        lambda inputs, fmt, config, target: rowwise.launch_rowwise(inputs[0].flatten(0, 1), fmt, True, config, target),
+        lambda inputs, fmt: rowwise.quantize_rowwise_reference(inputs[0].flatten(0, 1), fmt),
+        _two_experts,
+        lambda shape: rowwise.size_class(shape[2]),
+        _EXPERTS,
+    ),
     "colwise": Space(
+        colwise,
+        "COLWISE_CONFIGS",
         _colwise_configs,
         lambda inputs, fmt, config, target: colwise.launch_colwise_grouped(*inputs, fmt, True, 16, config, target),
         lambda inputs, fmt: colwise.quantize_colwise_grouped_reference(*inputs, fmt),
@@ -321,6 +382,8 @@ SPACES: dict[str, Space] = {
         ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
     ),
     "colwise_pair": Space(
+        colwise,
+        "COLWISE_CONFIGS",
         _colwise_configs,
         lambda inputs, fmt, config, target: colwise.launch_colwise_grouped_pair(*inputs, fmt, True, 16, config, target),
         lambda inputs, fmt: colwise.quantize_colwise_grouped_pair_reference(*inputs, fmt),
@@ -329,6 +392,8 @@ SPACES: dict[str, Space] = {
         ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
     ),
     "rowwise_grouped": Space(
+        rowwise_grouped,
+        "ROWWISE_GROUPED_CONFIGS",
         _rowwise_grouped_configs,
         lambda inputs, fmt, config, target: rowwise_grouped.launch_rowwise_grouped(
             *inputs, fmt, True, 16, config, target
@@ -339,6 +404,8 @@ SPACES: dict[str, Space] = {
         ((2048, 16640, 64), (5120, 16640, 64), (5120, 16640, 128), (7168, 32768, 32)),
     ),
     "rowwise_and_colwise": Space(
+        rowwise_and_colwise,
+        "ROWWISE_AND_COLWISE_CONFIGS",
         _rowwise_and_colwise_configs,
         lambda inputs, fmt, config, target: rowwise_and_colwise.launch_rowwise_and_colwise(
             *inputs, fmt, True, 16, config, target
@@ -349,20 +416,24 @@ SPACES: dict[str, Space] = {
         ((16640, 2048, 64), (16640, 5120, 64), (16640, 5120, 128), (32768, 7168, 32)),
     ),
     "experts_transposed": Space(
+        experts,
+        "TRANSPOSED_CONFIGS",
         _transposed_configs,
         lambda inputs, fmt, config, target: experts.launch_transposed(*inputs, fmt, True, config, target),
         lambda inputs, fmt: experts.quantize_experts_transposed_reference(*inputs, fmt),
         _two_experts,
         lambda shape: experts.size_class(shape[1]),
-        ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048)),
+        _EXPERTS,
     ),
     "experts_both": Space(
+        experts,
+        "BOTH_CONFIGS",
         _both_configs,
         lambda inputs, fmt, config, target: experts.launch_both(*inputs, fmt, True, config, target),
         lambda inputs, fmt: experts.quantize_experts_both_reference(*inputs, fmt),
         _two_experts,
-        lambda shape: experts.size_class(shape[1]),
-        ((64, 1408, 2048), (64, 2048, 1408), (16, 5120, 8192), (32, 2048, 7168), (32, 7168, 2048)),
+        lambda shape: column_maxima.width_class(shape[2], torch.bfloat16),
+        _EXPERTS,
     ),
 }
 
@@ -400,22 +471,47 @@ def _inputs(op: str, shape: Shape, where: torch.device, count: int) -> list[kern
     return [kernels.OPS[op].inputs(row, generator) for _ in range(count)]
 
 
-def sweep_shape(
-    op: str, shape: Shape, where: torch.device, found: device.Detected, rounds: int, jobs: int, most: int
-) -> list[dict[str, object]]:
-    """Time every configuration on bf16 inputs of a shape: rows of {config, us, share_of_copy}, fastest first.
+def sampled(space: Space, shapes: Sequence[Shape], arch: device.Arch, most: int) -> list[Config]:
+    """The configurations to try on the shapes of one size class: today's row, and those that every shape allows.
 
-    Of more than `most` configurations a seeded sample is taken. One that this GPU refuses (registers, shared memory) is
-    named on stderr and left out; one that gives wrong bits raises AssertionError.
+    Of more than `most` a seeded sample, the same for each shape: a compromise is among those that ran on all of them.
     """
-    space = SPACES[op]
-    fmt = formats.get(found.arch.e4m3)
-    target = found.target.name
-    moved = kernels.OPS[op].bytes_moved(kernels.Row(op, shape, torch.bfloat16, None, None))
-    every = list(space.configs(shape, found.target.wave_size))
+    allowed = [set(map(_fields, space.configs(shape, arch))) for shape in shapes]
+    every = [one for one in map(_fields, space.configs(shapes[0], arch)) if all(one in among for among in allowed)]
     if len(every) > most:
         kept = random.Random(kernels.SEED).sample(range(len(every)), most)
-        every = [every[n] for n in sorted(kept)]
+        every = [every[place] for place in sorted(kept)]
+    today = _fields(space.rows[arch.name, space.size_class(shapes[0])])
+    return [space.make(**dict(one), measured="") for one in dict.fromkeys([today, *every])]
+
+
+def _fields(config: Config) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in asdict(config).items() if name != "measured")
+
+
+def fields(config: Config) -> dict[str, int]:
+    """A configuration without its `measured`."""
+    return dict(_fields(config))
+
+
+def sweep_shape(
+    op: str,
+    shape: Shape,
+    where: torch.device,
+    found: device.Detected,
+    every: Sequence[Config],
+    rounds: int,
+    jobs: int,
+) -> list[dict[str, object]]:
+    """Time configurations on bf16 inputs of a shape: rows of {config, us, share_of_copy}, fastest first.
+
+    One that this GPU refuses (registers, shared memory) is named on stderr and left out; one that gives wrong bits
+    raises AssertionError.
+    """
+    space = SPACES[op]
+    fmt = formats.get(space.fmt(found.arch))
+    moved = kernels.OPS[op].bytes_moved(kernels.Row(op, shape, torch.bfloat16, None, None))
+    target = found.target.name
     if jobs > 1:
         with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(_compile, *zip(*((op, shape, fmt.name, every[n::jobs]) for n in range(jobs)), strict=True)))
@@ -438,7 +534,7 @@ def sweep_shape(
     timed = timing.measure(candidates, rounds)
     rows = [
         {
-            "config": {n: v for n, v in asdict(configs[c.name]).items() if n != "measured"},
+            "config": fields(configs[c.name]),
             "us": timed[c.name].median_ns / 1e3,
             "share_of_copy": timing.share_of_copy(timed[c.name], moved, timed["copy"], copy.bytes_moved),
         }
@@ -447,21 +543,35 @@ def sweep_shape(
     return sorted(rows, key=lambda row: row["us"])
 
 
-def compromise(shapes: Sequence[list[dict[str, object]]]) -> dict[str, object]:
-    """The configuration whose geometric mean of slowdown against each shape's best is smallest."""
+def by_slowdown(shapes: Sequence[list[dict[str, object]]]) -> list[tuple[dict[str, object], float]]:
+    """Configurations that ran on every shape, with their geometric mean of slowdown against its best; best first."""
     slowdowns: dict[str, list[float]] = {}
     for rows in shapes:
         for row in rows:
             slowdowns.setdefault(json.dumps(row["config"]), []).append(row["us"] / rows[0]["us"])
-    everywhere = {name: s for name, s in slowdowns.items() if len(s) == len(shapes)}
-    best = min(everywhere, key=lambda name: sum(math.log(s) for s in everywhere[name]))
-    mean = math.exp(sum(math.log(s) for s in everywhere[best]) / len(shapes))
-    return {"config": json.loads(best), "geomean_slowdown": mean}
+    means = {
+        name: math.exp(sum(math.log(s) for s in found) / len(shapes))
+        for name, found in slowdowns.items()
+        if len(found) == len(shapes)
+    }
+    return [(json.loads(name), means[name]) for name in sorted(means, key=means.__getitem__)]
+
+
+def compromise(shapes: Sequence[list[dict[str, object]]]) -> dict[str, object]:
+    """The configuration whose geometric mean of slowdown against each shape's best is smallest."""
+    config, mean = by_slowdown(shapes)[0]
+    return {"config": config, "geomean_slowdown": mean}
+
+
+def as_text(document: dict[str, object]) -> str:
+    """A sweep as JSON, a row a line: an object that begins with its configuration stands on one."""
+    rows = re.compile(r'\{\n *"config": \{[^}]*\}[^{}]*\}')
+    return rows.sub(lambda found: " ".join(found.group().split()), json.dumps(document, indent=1)) + "\n"
 
 
 def _name(config: Config) -> str:
     """A configuration's values in the order of its fields: 32/512/16/1/4/0/0."""
-    return "/".join(str(int(value)) for name, value in asdict(config).items() if name != "measured")
+    return "/".join(str(int(value)) for value in fields(config).values())
 
 
 def _shape(text: str) -> Shape:
@@ -482,25 +592,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=120, help="configurations a shape, at most (default 120)")
     parser.add_argument("--shown", type=int, default=6, help="configurations to print a shape (default 6)")
     parser.add_argument("--json", type=Path, help="write every time and where it comes from to this file")
+    readable = [name for name in _triton.TARGETS if name in occupancy.UNITS]
+    parser.add_argument("--static", metavar="ARCH", choices=readable, help="no GPU: rank by machine code for ARCH")
     options = parser.parse_args(argv)
+    if options.static:
+        from suites.perf import ranks  # which imports this module
+
+        return ranks.main(
+            options.op, options.static, options.shapes, options.most, options.jobs, options.shown, options.json
+        )
     if not torch.cuda.is_available():
-        print("no GPU is visible; configurations are timed on one", file=sys.stderr)
+        print("no GPU is visible; configurations are timed on one; --static ARCH ranks without one", file=sys.stderr)
         return 4
     where = torch.device("cuda", torch.cuda.current_device())
     found = device.detect(where)
     space = SPACES[options.op]
-    by_class: dict[str, list[list[dict[str, object]]]] = {}
-    results = []
+    by_class: dict[str, list[Shape]] = {}
     for shape in options.shapes or space.shapes:
-        rows = sweep_shape(options.op, shape, where, found, options.rounds, options.jobs, options.most)
-        by_class.setdefault(space.size_class(shape), []).append(rows)
-        results.append({"shape": list(shape), "rows": rows})
-        case = kernels.Row(options.op, shape, torch.bfloat16, None, None).case(found.arch.e4m3)
-        print(f"{case}: {len(rows)} configurations, worst {rows[-1]['us']:.1f} us; {', '.join(rows[0]['config'])}")
-        for row in rows[: options.shown]:
-            values = "/".join(str(int(value)) for value in row["config"].values())
-            print(f"    {values:32} {row['us']:8.1f} us {row['share_of_copy']:.3f} of copy", flush=True)
-    best = {name: compromise(shapes) for name, shapes in by_class.items()}
+        by_class.setdefault(space.size_class(shape), []).append(shape)
+    results, timed = [], {}
+    for name, shapes in by_class.items():
+        every = sampled(space, shapes, found.target, options.most)
+        for shape in shapes:
+            rows = sweep_shape(options.op, shape, where, found, every, options.rounds, options.jobs)
+            timed.setdefault(name, []).append(rows)
+            results.append({"shape": list(shape), "rows": rows})
+            case = kernels.Row(options.op, shape, torch.bfloat16, None, None).case(space.fmt(found.arch))
+            print(f"{case}: {len(rows)} configurations, worst {rows[-1]['us']:.1f} us; {', '.join(rows[0]['config'])}")
+            for row in rows[: options.shown]:
+                values = "/".join(str(int(value)) for value in row["config"].values())
+                print(f"    {values:32} {row['us']:8.1f} us {row['share_of_copy']:.3f} of copy", flush=True)
+    best = {name: compromise(shapes) for name, shapes in timed.items()}
     for name, row in best.items():
         print(f"{options.op} {name}: {row['config']}, {row['geomean_slowdown']:.3f} of each shape's best")
     if options.json:
@@ -508,11 +630,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "provenance": kernels.provenance(where, found),
             "op": options.op,
             "target": found.target.name,
-            "format": found.arch.e4m3,
+            "format": space.fmt(found.arch),
             "shapes": results,
             "compromise": best,
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(as_text(document))
     return 0
 
 

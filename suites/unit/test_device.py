@@ -15,6 +15,7 @@ import torch
 
 from fp8stack import device
 from fp8stack.device import ARCHS, UnknownArch, detect, lookup
+from harness.isa import occupancy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,6 +97,16 @@ def test_one_family_each() -> None:
         assert sum(PREDICATES[word](arch) for word in ("amd", "nvidia", "cpu")) == 1, arch
         assert sum(PREDICATES[word](arch) for word in ("fnuz", "ocp")) == 1, arch
         assert ARCHS[arch.name] is arch
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"device-limits-{name}") for name in occupancy.UNITS])
+def test_limits_agree_with_the_occupancy_table(name: str) -> None:
+    """What decides which configurations fit is what the reader of machine code counts waves with."""
+    arch, unit = lookup(name), occupancy.UNITS[name]
+    registers = unit.registers * (unit.lanes * unit.simds if arch.vendor == "amd" else 1)
+    assert (arch.wave_size, arch.lds_bytes, arch.registers) == (unit.lanes, unit.lds_bytes, registers)
+    assert arch.threads <= unit.waves * unit.lanes
+    assert arch.thread_registers * arch.wave_size <= registers
 
 
 def test_rows_cannot_be_edited() -> None:

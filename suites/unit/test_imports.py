@@ -31,6 +31,8 @@ HARNESS: dict[str, int] = {
     "executor": 1,  # the protocol of running a command
     "capabilities": 2,
     "local": 2,
+    "forked": 2,
+    "nursery": 0,  # a process of its own, which imports nothing of ours
     "container": 2,
     "images": 2,
     "ledger": 3,
@@ -49,6 +51,7 @@ HARNESS: dict[str, int] = {
     "run": 7,  # executes and writes the journal
     "doctor": 7,
     "gate": 7,
+    "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,
     "history": 8,
     "selftest": 8,
@@ -58,7 +61,21 @@ HARNESS: dict[str, int] = {
 }
 
 # Executing and judging share data, never code: a folder of evidence is judged where nothing could run.
-EXECUTES = {"executor", "local", "container", "images", "hooks", "plugin", "plan", "progress", "run", "doctor"}
+EXECUTES = {
+    "executor",
+    "local",
+    "forked",
+    "nursery",
+    "container",
+    "images",
+    "hooks",
+    "plugin",
+    "plan",
+    "progress",
+    "run",
+    "listings",
+    "doctor",
+}
 JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report"}
 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- parallel <- train

@@ -48,18 +48,41 @@ def test_node_ids(node_id: str) -> None:
 @pytest.mark.parametrize(
     ("test_id", "glob", "expected"),
     [
-        (ROWWISE, "rowwise*", True),
-        (ROWWISE, "*e4m3fnuz*", True),
-        (ROWWISE, "cast*", False),
-        (ROWWISE, "*rowwise_bits*", False),
-        (ROWWISE, None, True),
-        ("loss/test_curves::test_resume", "resume", True),
-        ("loss/test_curves::test_resume", "test_*", False),
+        pytest.param(ROWWISE, "rowwise*", True, id="manifest-case-op"),
+        pytest.param(ROWWISE, "*e4m3fnuz*", True, id="manifest-case-format"),
+        pytest.param(ROWWISE, "cast*", False, id="manifest-case-other-op"),
+        pytest.param(ROWWISE, "*rowwise_bits*", False, id="manifest-case-test-name"),
+        pytest.param(ROWWISE, None, True, id="manifest-case-none"),
+        pytest.param("loss/test_curves::test_resume", "resume", True, id="manifest-case-unit"),
+        pytest.param("loss/test_curves::test_resume", "test_*", False, id="manifest-case-function"),
+        pytest.param(ROWWISE, "cast*,rowwise*", True, id="manifest-case-several"),
+        pytest.param(ROWWISE, "cast*,resume", False, id="manifest-case-several-others"),
+        pytest.param(ROWWISE, ROWWISE, True, id="manifest-case-whole"),
+        pytest.param(ROWWISE, f"cast*,{ROWWISE}", True, id="manifest-case-whole-or-glob"),
+        pytest.param(ROWWISE, ROWWISE.replace("bits", "golden"), False, id="manifest-case-other-whole"),
+        pytest.param(ROWWISE, "numerics/*", False, id="manifest-case-folder"),
+        pytest.param("numerics/test_a::test_b[x,y]", "numerics/test_a::test_b[x,y]", True, id="manifest-case-commas"),
     ],
 )
 def test_case_matches(test_id: str, glob: str | None, expected: bool) -> None:
-    """The glob is over the case, not over file or function."""
+    """The glob is over the case, not over file or function; several are joined by commas; a whole id is itself."""
     assert manifest.case_matches(test_id, glob) is expected
+
+
+@pytest.mark.parametrize(
+    ("glob", "modules"),
+    [
+        (None, set()),
+        ("rowwise*", set()),
+        (ROWWISE, {"test_rowwise"}),
+        (f"{ROWWISE},numerics/golden/test_a::test_b,loss/test_c::test_d", {"test_rowwise", "golden/test_a"}),
+        (f"{ROWWISE},cast*", set()),
+        ("loss/test_c::test_d", set()),
+    ],
+)
+def test_modules_of(glob: str | None, modules: set[str]) -> None:
+    """Whole ids name the files that hold them; a glob may be in any."""
+    assert manifest.modules_of(glob, "numerics") == modules
 
 
 def test_write_and_read(tmp_path: Path) -> None:

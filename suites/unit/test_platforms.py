@@ -83,6 +83,15 @@ def test_every_platform_has_settings_for_its_suites() -> None:
             assert interprets or "TRITON_INTERPRET" in execution.unset
 
 
+def test_the_products_own_tests_run_when_named() -> None:
+    """The unit suite is no part of a gate; the self-test names tests of it, on a CPU."""
+    cpu = platforms.PLATFORMS["cpu"]
+    assert platforms.select_suites(cpu, ("unit",)) == ("unit",)
+    assert platforms.select_suites(cpu, ()) == cpu.suites == ("numerics", "codegen", "loss")
+    with pytest.raises(UsageError, match="there is no suite 'unit' on mi300x"):
+        platforms.select_suites(platforms.PLATFORMS["mi300x"], ("unit",))
+
+
 @pytest.mark.parametrize(
     ("spec", "vendor", "name", "expected", "reason"),
     [

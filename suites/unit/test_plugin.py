@@ -263,6 +263,20 @@ def test_case_selection(tmp_path: Path) -> None:
     assert told.deselected == {"numerics": 2}
 
 
+def test_selection_by_whole_ids(tmp_path: Path) -> None:
+    """A whole id selects its test, and no other file is imported for it; a suite that it is not of selects nothing."""
+    files = {"numerics/test_a": "def test_first(): pass\ndef test_second(): pass", "numerics/test_b": "1 / 0"}
+    root = tiny_checkout.make(tmp_path, files)
+    assert run_pytest(root, "--fp8-case", f"{PREFIX}test_second").returncode == 0
+    told = read(root)
+    assert states(told) == {"test_second": "passed"}
+    assert (told.collect_errors, told.deselected) == ([], {"numerics": 1})
+    (root / "suites/numerics/test_b.py").unlink()
+    (root / "out" / FILE_NAME).unlink()
+    assert run_pytest(root, "--fp8-case", "loss/test_c::test_second").returncode == 5
+    assert read(root).deselected == {"numerics": 2}
+
+
 def test_a_requirement_that_is_none(tmp_path: Path) -> None:
     """A typing mistake stops the session instead of removing the test."""
     root = checkout(tmp_path, "import pytest\n@pytest.mark.requires('fp8:fnux')\ndef test_first(): pass\n")

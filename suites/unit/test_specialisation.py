@@ -19,12 +19,14 @@ pytest.importorskip("triton")
 from fp8stack import formats
 from fp8stack.kernels import (
     blockwise,
+    column_maxima,
     colwise,
     experts,
     grouped_kernel,
     launch,
     mxfp8,
     rowwise,
+    rowwise_and_colwise,
     rowwise_grouped,
     tensorwise,
 )
@@ -128,6 +130,17 @@ def _grouped(in_rows: bool, fp8: bool) -> Callable[[int], object]:
     return call
 
 
+def _rowwise_and_colwise(turned: bool = False) -> Callable[[int], object]:
+    classes = rowwise_and_colwise.size_class(OFFS.shape[0], HIDDEN, torch.bfloat16)
+    row = launch.config(rowwise_and_colwise.ROWWISE_AND_COLWISE_CONFIGS, TARGET, classes)
+
+    def call(tokens: int) -> object:
+        x = _x(HIDDEN, tokens).t() if turned else _x(tokens, HIDDEN)
+        return rowwise_and_colwise.launch_rowwise_and_colwise(x, OFFS, FMT, True, 16, row, TARGET)
+
+    return call
+
+
 # Case -> call, and how many keys a kernel may have. Codes whose rows are tokens long are stored 16 bytes wide where 16
 # divides their number: two keys. Rows of tokens are also read as words where two divides it: three. MXFP8 writes its
 # scales as words where four divide the blocks: four.
@@ -149,6 +162,8 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "grouped-contraction": (_grouped(in_rows=False, fp8=True), 1),
     "grouped-bf16-rows": (_grouped(in_rows=True, fp8=False), 1),
     "grouped-bf16-contraction": (_grouped(in_rows=False, fp8=False), 1),
+    "rowwise-and-colwise": (_rowwise_and_colwise(), 1),
+    "rowwise-and-colwise-transposed": (_rowwise_and_colwise(turned=True), 1),
     "mxfp8-rows": (_mxfp8(1), 1),
     "mxfp8-columns": (_mxfp8(0), 4),
 }
@@ -160,7 +175,16 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
 def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over dozens of token counts each kernel is compiled for one key, or for as many as the case says."""
     recorders = []
-    for module in (rowwise, tensorwise, blockwise, mxfp8, colwise, rowwise_grouped, grouped_kernel):
+    for module in (
+        rowwise,
+        tensorwise,
+        blockwise,
+        mxfp8,
+        colwise,
+        rowwise_grouped,
+        rowwise_and_colwise,
+        grouped_kernel,
+    ):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
                 recorders.append(Recorder(kernel))
@@ -174,15 +198,16 @@ def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monk
     assert max(counts) <= most, f"{max(counts)} keys; these arguments follow the number of tokens: {sorted(varying)}"
 
 
-@pytest.mark.parametrize("shape", [pytest.param((4, 48, 64), id="specialisation-experts")])
-def test_experts_are_weights(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expert weights have no tokens: the same shape twice is one key a kernel, for each of the two ops with kernels."""
+@pytest.mark.parametrize("shape", [pytest.param((48, 64), id="specialisation-experts")])
+def test_experts_are_weights(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert weights have no tokens: any number of experts is one key a kernel, for each of the ops with kernels."""
     recorders = {name: Recorder(kernel) for name, kernel in vars(experts).items() if name.endswith("_kernel")}
     for name, recorder in recorders.items():
         monkeypatch.setattr(experts, name, recorder)
-    name = experts.size_class(shape[1])
-    for _ in range(2):
-        w = torch.empty(shape, dtype=torch.bfloat16)
-        experts.launch_transposed(w, FMT, True, launch.config(experts.TRANSPOSED_CONFIGS, TARGET, name), TARGET)
-        experts.launch_both(w, FMT, True, launch.config(experts.BOTH_CONFIGS, TARGET, name), TARGET)
+    transposed = launch.config(experts.TRANSPOSED_CONFIGS, TARGET, experts.size_class(shape[0]))
+    both = launch.config(experts.BOTH_CONFIGS, TARGET, column_maxima.width_class(shape[1], torch.bfloat16))
+    for count in (1, 2, 2, 4, 33, 64):
+        w = torch.empty((count, *shape), dtype=torch.bfloat16)
+        experts.launch_transposed(w, FMT, True, transposed, TARGET)
+        experts.launch_both(w, FMT, True, both, TARGET)
     assert {name: len(recorder.keys) for name, recorder in recorders.items()} == dict.fromkeys(recorders, 1)

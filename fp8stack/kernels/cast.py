@@ -49,7 +49,7 @@ def constants(fmt: formats.Format, target: str) -> dict[str, object]:
         "MANTISSA_BITS": fmt.mantissa_bits,
         "NAN_CODE": fmt.nan_code,
         "NEGATIVE_ZERO": fmt.negative_zero,
-        "NATIVE": native_type(fmt) if native else None,
+        "NATIVE": getattr(tl, _NATIVE_TYPES[fmt.name]) if native else None,
         "NATIVE_NAN": native and (target, fmt.name) in _NATIVE_NAN,
     }
 

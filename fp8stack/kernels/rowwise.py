@@ -104,6 +104,13 @@ ROWWISE_CONFIGS: dict[tuple[str, str], RowwiseConfig] = {
         RowwiseConfig(2, 16384, 1, _INTERPRETER),
     ),
     # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("gfx942", "k<=512"): RowwiseConfig(8, 512, 1, "not timed: gfx942/sweep-rowwise.json"),
+    ("gfx942", "k<=1024"): RowwiseConfig(2, 512, 1, "not timed: gfx942/sweep-rowwise.json"),
+    ("gfx942", "k<=2048"): RowwiseConfig(1, 1024, 1, "not timed: gfx942/sweep-rowwise.json"),
+    ("gfx942", "k<=4096"): RowwiseConfig(1, 2048, 2, "not timed: gfx942/sweep-rowwise.json"),
+    ("gfx942", "k<=8192"): RowwiseConfig(1, 4096, 4, "not timed: gfx942/sweep-rowwise.json"),
+    ("gfx942", "k<=16384"): RowwiseConfig(2, 8192, 16, "not timed: gfx942/sweep-rowwise.json"),
+    ("gfx942", "k<=32768"): RowwiseConfig(1, 16384, 16, "not timed: gfx942/sweep-rowwise.json"),
     ("sm_90", "k<=512"): RowwiseConfig(2, 512, 2, "0.81 of a copy: h200/sweep-rowwise.json"),
     ("sm_90", "k<=1024"): RowwiseConfig(2, 512, 2, "0.95 of a copy: h200/sweep-rowwise.json"),
     ("sm_90", "k<=2048"): RowwiseConfig(1, 2048, 4, "0.96 of a copy: h200/sweep-rowwise.json"),

@@ -92,6 +92,9 @@ TENSORWISE_CONFIGS: dict[tuple[str, str], TensorwiseConfig] = {
         TensorwiseConfig(8192, 1, False, 128, 128, 2, 1, 0, False, _INTERPRETER),
     ),
     # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
+    ("gfx942", "row"): TensorwiseConfig(
+        16384, 4, False, 1, 8192, 1, 4, 0, False, "not timed: gfx942/sweep-tensorwise.json"
+    ),
     ("sm_90", "row"): TensorwiseConfig(
         32768, 16, False, 1, 4096, 1, 4, 0, False, "0.98 to 1.03 of a copy: h200/sweep-tensorwise.json"
     ),

@@ -181,12 +181,13 @@ class Linear(nn.Linear):
 # ------------------------------------------------------------------------------------------------------------- FP8 GEMM
 @dataclass(frozen=True)
 class Plan:
-    """What one layer was told at conversion: recipe and the formats of the arch. The hardware is not asked again."""
+    """What one layer was told at conversion: recipe, formats of the arch, target. The hardware is not asked again."""
 
     recipe: Recipe
     e4m3: Format
     e5m2: Format
     counter: CodeCounter | None = field(default=None, compare=False)
+    target: str = ""
 
     def format_of(self, cast: Cast) -> Format:
         """The arch's format of that kind."""
@@ -349,9 +350,25 @@ class Float8Linear(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------- conversion
+class Convertible(nn.Module):
+    """A module that is no linear and can run in FP8 itself, such as the experts of moe.py."""
+
+    def refuses(self, plan: Plan) -> str | None:
+        """Why this module stays in high precision under the plan, or None."""
+        raise NotImplementedError
+
+    def to_float8(self, plan: Plan) -> str | None:
+        """Run in FP8 from now on, by the plan. Returns what a user must know of it, if it is not just the recipe."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert_to_float8` did. `left` maps the name of each linear that stayed to the reason."""
+    """What `convert_to_float8` did. `left` maps the name of each module that stayed to the reason.
+
+    `experts` are those of `converted` that are no linears; `notes` maps what runs otherwise than the recipe's name says
+    to how.
+    """
 
     recipe: str
     e4m3: str
@@ -359,9 +376,14 @@ class Conversion:
     reason: str
     converted: tuple[str, ...]
     left: dict[str, str]
+    experts: tuple[str, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.converted)} linears run in FP8 ({self.recipe}, {self.e4m3}/{self.e5m2}: {self.reason})"]
+        what = f"{len(self.converted) - len(self.experts)} linears"
+        what += f" and the experts of {len(self.experts)} layers" if self.experts else ""
+        lines = [f"{what} run in FP8 ({self.recipe}, {self.e4m3}/{self.e5m2}: {self.reason})"]
+        lines += [f"  {name}: {note}" for name, note in self.notes.items()]
         lines += [f"  left in high precision: {name} ({why})" for name, why in self.left.items()]
         return "\n".join(lines)
 
@@ -380,6 +402,8 @@ def convert_to_float8(
     counter: CodeCounter | None = None,
 ) -> Conversion:
     """Replace the `nn.Linear`s of `model`, in place, by `Float8Linear`s that own the same parameters.
+
+    Experts (moe.py) and other Convertibles stay the modules they are and run in FP8 from then on.
 
     Args:
         model: any module; its own root may not be the linear to replace.
@@ -400,7 +424,7 @@ def convert_to_float8(
         raise ValueError(f"filter is the text '{filter}'; expected a sequence of names; pass ('{filter}',)")
     # Every name of a module that stands in several places: replacing one of them would leave the others as they are.
     named = model.named_modules(remove_duplicate=False)
-    linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in named if isinstance(module, nn.Linear | Convertible)}
     for entry in filter:
         if not any(_matches(name, entry) for name in linears):
             raise ValueError(
@@ -410,12 +434,25 @@ def convert_to_float8(
     if detected is None:
         first = next(model.parameters(), None)
         detected = devices.detect(first.device if first is not None else None)
-    plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter)
+    plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter, detected.target.name)
 
-    converted, left = [], {}
+    converted: list[str] = []
+    left: dict[str, str] = {}
+    experts: list[str] = []
+    notes: dict[str, str] = {}
     replacements: dict[nn.Linear, Float8Linear] = {}
     for name, linear in linears.items():
         entry = next((entry for entry in filter if _matches(name, entry)), None)
+        if isinstance(linear, Convertible):
+            why = f"filter '{entry}'" if entry is not None else linear.refuses(plan)
+            if why is not None:
+                left[name] = why
+                continue
+            note = linear.to_float8(plan)
+            notes |= {} if note is None else {name: note}
+            converted.append(name)
+            experts.append(name)
+            continue
         odd = [
             f"{label} = {size}"
             for label, size in (("N", linear.out_features), ("K", linear.in_features))
@@ -443,4 +480,6 @@ def convert_to_float8(
             f"recipe '{recipe}' converted nothing; expected at least one linear with N and K multiples of {ALIGNMENT}; "
             f"left: {'; '.join(f'{name} ({why})' for name, why in left.items()) or 'the model has no linear'}"
         )
-    return Conversion(recipe, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left)
+    return Conversion(
+        recipe, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left, tuple(experts), notes
+    )

@@ -54,6 +54,11 @@ def constants(fmt: formats.Format, target: str) -> dict[str, object]:
     }
 
 
+def native_type(fmt: formats.Format) -> object:
+    """Triton's type of a format. FNUZ types exist on every target but NVIDIA's."""
+    return getattr(tl, _NATIVE_TYPES[fmt.name])
+
+
 def nan_apart(fmt: formats.Format, target: str) -> bool:
     """Whether a kernel whose NaN codes come in whole units should encode as if there were none and write them after.
 

@@ -106,3 +106,13 @@ def options(num_warps: int, programs: int, target: str) -> dict[str, int]:
 def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the device of x current for a launch: Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def allow_descriptors(x: torch.Tensor) -> None:
+    """Let kernels that this thread launches on the device of x make tensor descriptors: Triton wants memory for them.
+
+    Replaces an allocator that was set before (`triton.set_allocator`), as every library that makes descriptors does.
+    """
+    if x.device.type == "cuda":
+        triton = _triton.require(f"tensor descriptors on {x.device}")
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=x.device))

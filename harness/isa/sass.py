@@ -76,7 +76,9 @@ def _conversion(instruction: Instruction) -> tuple[str, str] | None:
 
 def fence(instruction: Instruction) -> bool:
     """Whether it orders or invalidates memory beyond the block (the async proxy's fence is part of a bulk copy)."""
-    return _head(instruction) in ("MEMBAR", "ERRBAR") or instruction.opcode.startswith(("CCTL.IVALL", "FENCE.MEMBAR"))
+    if _head(instruction) == "MEMBAR":
+        return not instruction.opcode.endswith(".CTA")
+    return _head(instruction) == "ERRBAR" or instruction.opcode.startswith(("CCTL.IVALL", "FENCE.MEMBAR"))
 
 
 def encode_source(instruction: Instruction) -> str | None:

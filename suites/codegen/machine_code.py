@@ -118,6 +118,20 @@ RULES: tuple[Rule, ...] = (
         "as above, outside the loop",
         "narrow_memory_instructions_kernel",
     ),
+    Rule(
+        "matrix_instructions",
+        lambda code: int(code.spec.multiplies is not None),
+        _at_least,
+        "tl.dot came out as scalar arithmetic: see that the tile is at least as large as the target's instruction",
+    ),
+    Rule(
+        "fp8_matrix_instructions",
+        lambda code: int(code.spec.multiplies == "fp8"),
+        _at_least,
+        "FP8 operands were widened before the matrix instruction: see that the format is the target's own and that the "
+        "dot is on FP8 types",
+        "matrix_instructions",
+    ),
     Rule("vgpr_spills", _zero, _equal, "use a smaller tile or more warps", "scratch_instructions"),
     Rule("sgpr_spills", _zero, _equal, "use fewer values that are uniform across the tile"),
     Rule("scratch_bytes", _zero, _equal, "use a smaller tile or more warps", "scratch_instructions"),

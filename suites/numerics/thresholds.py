@@ -4,7 +4,7 @@ Policy: the worst of 20 seeds minus 1 dB, on normal data, power-of-two scales on
 format. From 64x64 up; below that the element-wise bound decides (a ratio over a few elements is luck, pytorch/ao#4061:
 one threshold for two formats was relaxed for one and thereby for both). Relaxing a row leaves every other row alone.
 
-Record: `python -m suites.numerics.thresholds` prints the table measured here and now. Not here: GEMMs.
+Record: `python -m suites.numerics.thresholds` prints the tables measured here and now. Not here: dense GEMMs.
 """
 
 from __future__ import annotations
@@ -52,6 +52,21 @@ QUANTIZE_SQNR_DB: dict[tuple[str, str, str], Threshold] = {
 }
 
 
+# (M, N, K) of the grouped products, by size class.
+GROUPED_SIZES = {"small": (256, 64, 64), "deep": (256, 64, 1024)}
+GROUPED_FLOOR_DB = 27.0  # of two e4m3 operands: what no row may go below
+
+# (format, form, size class) -> threshold, scales not powers of two, four groups of which one is empty.
+GROUPED_SQNR_DB: dict[tuple[str, str, str], Threshold] = {
+    ("e4m3fn", "rows", "small"): _row(28.29),
+    ("e4m3fn", "rows", "deep"): _row(28.28),
+    ("e4m3fn", "contraction", "small"): _row(29.15),
+    ("e4m3fnuz", "rows", "small"): _row(28.26),
+    ("e4m3fnuz", "rows", "deep"): _row(28.31),
+    ("e4m3fnuz", "contraction", "small"): _row(29.15),
+}
+
+
 def measure() -> dict[tuple[str, str, str], float]:
     """(format, granularity, size class) -> worst SQNR in dB of the reference over SEEDS seeds and both scale modes."""
     import torch
@@ -74,6 +89,26 @@ def measure() -> dict[tuple[str, str, str], float]:
     return worst
 
 
+def measure_grouped() -> dict[tuple[str, str, str], float]:
+    """(format, form, size class) -> worst SQNR in dB of grouped_scaled_mm's reference, bf16 out, over SEEDS seeds."""
+    from fp8stack.kernels.grouped_gemm import grouped_scaled_mm_reference
+    from suites.compare import sqnr_db
+    from suites.numerics.test_grouped_gemm import problem
+
+    worst: dict[tuple[str, str, str], float] = {}
+    for fmt in ("e4m3fn", "e4m3fnuz"):
+        for form, size in (("rows", "small"), ("rows", "deep"), ("contraction", "small")):
+            m, n, k = GROUPED_SIZES[size]
+            measured = []
+            for seed in range(SEEDS):
+                given = problem(form, (m // 4, 0, m // 4, m // 2), 0, n, k, fmt, seed)
+                out = grouped_scaled_mm_reference(given.a, given.b, given.inverse_a, given.inverse_b, given.offs)
+                measured.append(sqnr_db(given.high_precision, out))
+            worst[fmt, form, size] = min(measured)
+    return worst
+
+
 if __name__ == "__main__":
-    for key, value in measure().items():
-        print(f"    {key!r}: _row({value:.2f}),".replace("'", '"'))
+    for table in (measure(), measure_grouped()):
+        for key, value in table.items():
+            print(f"    {key!r}: _row({value:.2f}),".replace("'", '"'))

@@ -414,7 +414,11 @@ PEERS: dict[str, Peer] = {
 
 def check_first(ops: Sequence[str], jobs: int) -> int:
     """Run the numerics cases of `ops` through pytest on this GPU, in `jobs` processes; pytest's exit code."""
-    rules = " or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops))
+    return run_cases(" or ".join(dict.fromkeys(f"test_{OPS[op].tests}" for op in ops)), jobs)
+
+
+def run_cases(rules: str, jobs: int) -> int:
+    """Run the numerics cases that pytest's -k `rules` selects; pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "suites/numerics", "-k", rules]
     if jobs > 1:
         command += ["-n", str(jobs)]

@@ -100,6 +100,7 @@ LAYERS = {"harness": HARNESS, "fp8stack": FP8STACK}
 # Pairs of equal rank, importer first, with the reason.
 BESIDE: dict[tuple[str, str], str] = {
     ("ledger", "manifest"): "a waiver names a test by its id, whose grammar is the manifest's",
+    ("moe", "linear"): "experts are converted and rounded as linears are",
 }
 
 FORBIDDEN = {

@@ -297,6 +297,12 @@ def test_sass_opcodes(line: str, fact: str) -> None:
     assert counted - {"matrix_instructions"} == {fact}
 
 
+def test_sass_barrier_of_a_block_is_no_fence() -> None:
+    """A barrier that orders memory within the block only (a tensor descriptor is made behind one) is not counted."""
+    listing = read_sass(sass("        /*0000*/                   MEMBAR.ALL.CTA ;"), USAGE)
+    assert offenders(listing, "fence_instructions") == []
+
+
 def test_sass_call_and_barrier_flow() -> None:
     """A slow path is reached through its call and BSSY keeps its continuation reachable; neither makes a loop."""
     body = """

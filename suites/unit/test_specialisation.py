@@ -22,6 +22,7 @@ from fp8stack.kernels import (
     column_maxima,
     colwise,
     experts,
+    grouped_kernel,
     launch,
     mxfp8,
     rowwise,
@@ -43,6 +44,7 @@ class Recorder:
     def __init__(self, kernel: Any) -> None:
         self.names = list(kernel.arg_names)
         self.free = set(kernel.do_not_specialize or ())
+        self.constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
         self.keys: set[tuple[object, ...]] = set()
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
@@ -56,8 +58,7 @@ class Recorder:
     def _key(self, name: str, value: Any) -> object:
         if isinstance(value, torch.Tensor):
             return str(value.dtype), value.data_ptr() % 16 == 0
-        constant = name.isupper() and name not in ("M", "N", "K", "E")
-        if constant or not isinstance(value, int) or isinstance(value, bool):
+        if name in self.constants or not isinstance(value, int) or isinstance(value, bool):
             return str(value)
         if name in self.free:
             return value.bit_length() > 31
@@ -107,6 +108,28 @@ def _rowwise_grouped(tokens: int) -> object:
     return rowwise_grouped.launch_rowwise_grouped(_x(HIDDEN, tokens), OFFS, FMT, True, 16, row, TARGET)
 
 
+def _grouped(in_rows: bool, fp8: bool) -> Callable[[int], object]:
+    """A forward or weight-gradient GEMM of 3 experts, HIDDEN by 96, of so many tokens (padded for FP8 gradients)."""
+    dtype = FMT.dtype if fp8 else torch.bfloat16
+    row = launch.config(
+        grouped_kernel.GROUPED_CONFIGS, TARGET, grouped_kernel.size_class(in_rows, "fp8" if fp8 else "bf16")
+    )
+
+    def call(tokens: int) -> object:
+        if in_rows:
+            a, b = torch.empty(tokens, HIDDEN), torch.empty(3, 96, HIDDEN).transpose(1, 2)
+            scales = torch.empty(tokens), torch.empty(3, 96)
+        else:
+            m = (tokens + 45) // 16 * 16 if fp8 else tokens
+            a, b = torch.empty(96, m), torch.empty(HIDDEN, m).t()
+            a, b = (a, b) if fp8 else (a.t().contiguous().t(), b.contiguous())
+            scales = torch.empty(3, 96), torch.empty(3, HIDDEN)
+        operands = (a.to(dtype), b.to(dtype), *(scales if fp8 else (None, None)), OFFS)
+        return grouped_kernel.launch_grouped(*operands, torch.bfloat16, 16 if fp8 else 1, False, row, TARGET)
+
+    return call
+
+
 def _rowwise_and_colwise(turned: bool = False) -> Callable[[int], object]:
     classes = rowwise_and_colwise.size_class(OFFS.shape[0], HIDDEN, torch.bfloat16)
     row = launch.config(rowwise_and_colwise.ROWWISE_AND_COLWISE_CONFIGS, TARGET, classes)
@@ -135,6 +158,10 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "colwise-transposed": (_colwise(pair=False, turned=True), 1),
     "colwise-pair": (_colwise(pair=True), 1),
     "rowwise-grouped": (_rowwise_grouped, 3),
+    "grouped-rows": (_grouped(in_rows=True, fp8=True), 1),
+    "grouped-contraction": (_grouped(in_rows=False, fp8=True), 1),
+    "grouped-bf16-rows": (_grouped(in_rows=True, fp8=False), 1),
+    "grouped-bf16-contraction": (_grouped(in_rows=False, fp8=False), 1),
     "rowwise-and-colwise": (_rowwise_and_colwise(), 1),
     "rowwise-and-colwise-transposed": (_rowwise_and_colwise(turned=True), 1),
     "mxfp8-rows": (_mxfp8(1), 1),
@@ -148,7 +175,16 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
 def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over dozens of token counts each kernel is compiled for one key, or for as many as the case says."""
     recorders = []
-    for module in (rowwise, tensorwise, blockwise, mxfp8, colwise, rowwise_grouped, rowwise_and_colwise):
+    for module in (
+        rowwise,
+        tensorwise,
+        blockwise,
+        mxfp8,
+        colwise,
+        rowwise_grouped,
+        rowwise_and_colwise,
+        grouped_kernel,
+    ):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
                 recorders.append(Recorder(kernel))

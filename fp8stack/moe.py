@@ -1,0 +1,701 @@
+"""Mixture of experts: routing, dispatch, experts in FP8 with their autograd, combine; and tokens sent to their experts.
+
+Shape suffixes, used throughout: a tensor's name ends with its dimensions.
+
+    T tokens    D model width    F width of an expert    E experts    K experts that a token chooses
+    R rows = T*K, one for each choice, sorted by expert    G groups of experts    N, K of a GEMM: grouped_gemm.py
+
+    route      scores of E experts a token, the K best with their weights
+    dispatch   rows_RD in the order of experts, and offs_E: where each expert's rows end
+    experts    w2(silu(w1 x) * (w3 x)), each expert on its own rows: three grouped GEMMs, nine with their gradients
+    combine    the K rows of a token times their weights, summed
+
+What is quantised when. A grouped GEMM y = x W^T needs x and W with a scale a row; the gradient of x needs dY with a
+scale a row and W with a scale a *column*; the gradient of W needs dY and x with a scale a column of each group. So
+every tensor is wanted in two ways, and reading it is what costs (a quantisation kernel is as slow as memory):
+
+    x     row codes in the forward pass and column codes from the same read, kept for the backward pass in the place
+          of x, at half its bytes (saved_input "codes"); or x is kept and read again ("input")
+    dY    both from one read
+    W     row codes forward, column codes backward; from one read if the column codes are kept ("codes"), which costs
+          a byte a weight and layer until the backward pass; by default W is read again ("weight")
+
+w1 and w3 multiply the same x, which is quantised once for both. A table (ONE_READ) says where the kernel that makes
+both codes from one read is the slower way after all.
+
+The gradient of x takes W's column scales in every recipe. In a dense layer rowwise_with_gw_hp has one scale for all of
+W there, to save the maxima of columns; here they come with the codes, and one scale for all experts is the coarser.
+
+Recipes of experts: rowwise, and rowwise_with_gw_hp, whose weight gradient is a bf16 GEMM of x itself. Under tensorwise
+they run rowwise, and convert_to_float8 says so. Weights stay plain parameters w1, w2, w3: (E,F,D), (E,D,F), (E,F,D).
+
+Nothing is read back to the host, but for two things: unaligned_groups "refuse" looks at the offsets, and the exchange
+of expert parallelism must know how many rows to receive, once a layer. An expert may have no rows, or all.
+
+Precision: router scores, the products of SwiGLU and the sum over a token's experts are wide (linear.py), rounded once.
+Not here: the model around it (models.py), sharding of experts' parameters over the rest of the mesh (parallel.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fp8stack import formats
+from fp8stack.formats import Format
+from fp8stack.kernels import groups
+from fp8stack.kernels.colwise import quantize_colwise_grouped
+from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
+from fp8stack.kernels.grouped_gemm import grouped_mm, grouped_scaled_mm, require_good_offs
+from fp8stack.kernels.rowwise import quantize_rowwise
+from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
+from fp8stack.linear import ALIGNMENT, Convertible, Linear, Plan, wide_dtype
+from fp8stack.metrics import CodeCounter
+
+Codes = tuple[torch.Tensor, torch.Tensor]  # and their inverse scales
+ColumnCodes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and padded offs
+
+
+# -------------------------------------------------------------------------------------------------------------- recipes
+@dataclass(frozen=True)
+class ExpertRecipe:
+    """How experts run under a recipe of linear.py.
+
+    name: what they really run. grad_weight: whether in FP8; else in the activations' dtype. pow2: scales are powers of
+    two. fast_accum: of the forward GEMM. unaligned_groups: `pad` takes any group sizes, as the quantisers pad; `refuse`
+    raises for a group that is no multiple of `alignment`, and waits for the device to do so. alignment: what groups are
+    padded to along the contraction. saved_input, saved_weight: what is kept for the backward pass (see the header).
+    """
+
+    name: str
+    grad_weight: bool
+    pow2: bool = True
+    fast_accum: bool = True
+    unaligned_groups: Literal["pad", "refuse"] = "pad"
+    alignment: int = groups.MULTIPLE
+    saved_input: Literal["codes", "input"] = "codes"
+    saved_weight: Literal["codes", "weight"] = "weight"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("unaligned_groups", ("pad", "refuse")),
+            ("saved_input", ("codes", "input")),
+            ("saved_weight", ("codes", "weight")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected one of: {', '.join(known)}; correct the recipe"
+                )
+
+
+# Recipe that was asked for -> what experts run.
+EXPERT_RECIPES: dict[str, ExpertRecipe] = {
+    "tensorwise": ExpertRecipe("rowwise", grad_weight=True),
+    "rowwise": ExpertRecipe("rowwise", grad_weight=True),
+    "rowwise_with_gw_hp": ExpertRecipe("rowwise_with_gw_hp", grad_weight=False, saved_input="input"),
+}
+
+
+# (target, tokens or weights) -> whether both codes of a tensor come from one kernel that reads it once, or from two. A
+# target that is not listed takes one. Not measured yet: the kernels are (baselines/LOG.md), the choice is not.
+ONE_READ: dict[tuple[str, str], bool] = {}
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for."""
+
+    recipe: ExpertRecipe
+    fmt: Format
+    target: str = ""
+    counter: CodeCounter | None = field(default=None, compare=False)
+
+    def count(self, codes: torch.Tensor) -> torch.Tensor:
+        """codes, counted."""
+        if self.counter is not None:
+            self.counter.observe(codes, self.fmt)
+        return codes
+
+    def rows(self, x: torch.Tensor) -> Codes:
+        """Codes of tokens with a scale a row."""
+        codes, inverse = quantize_rowwise(x, self.fmt, self.recipe.pow2)
+        return self.count(codes), inverse
+
+    def columns(self, x: torch.Tensor, offs: torch.Tensor) -> ColumnCodes:
+        """Codes of tokens with a scale a column of each group, and padded offs."""
+        codes, inverse, padded = quantize_colwise_grouped(x, offs, self.fmt, self.recipe.pow2, self.recipe.alignment)
+        return self.count(codes), inverse, padded
+
+    def rows_and_columns(self, x: torch.Tensor, offs: torch.Tensor) -> tuple[Codes, ColumnCodes]:
+        """Both."""
+        if not ONE_READ.get((self.target, "tokens"), True):
+            return self.rows(x), self.columns(x, offs)
+        codes, inverse, *column = quantize_rowwise_and_colwise(
+            x, offs, self.fmt, self.recipe.pow2, self.recipe.alignment
+        )
+        return (self.count(codes), inverse), (self.count(column[0]), column[1], column[2])
+
+    def weights(self, w: torch.Tensor) -> Codes:
+        """Codes of weights (E,N,K) with a scale a row."""
+        codes, inverse = quantize_experts(w, self.fmt, self.recipe.pow2)
+        return self.count(codes), inverse
+
+    def turned_weights(self, w: torch.Tensor) -> Codes:
+        """Codes (E,K,N) with a scale a column."""
+        codes, inverse = quantize_experts_transposed(w, self.fmt, self.recipe.pow2)
+        return self.count(codes), inverse
+
+    def both_weights(self, w: torch.Tensor) -> tuple[Codes, Codes]:
+        """Both."""
+        if not ONE_READ.get((self.target, "weights"), True):
+            return self.weights(w), self.turned_weights(w)
+        codes, inverse, turned, turned_inverse = quantize_experts_both(w, self.fmt, self.recipe.pow2)
+        return (self.count(codes), inverse), (self.count(turned), turned_inverse)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GEMMs
+@torch.library.custom_op("fp8stack::refuse_unaligned", mutates_args=(), schema="(Tensor offs, int m, int k) -> Tensor")
+def _refuse_unaligned(offs, m, k):
+    require_good_offs(offs, m, k)
+    return offs.clone()
+
+
+@_refuse_unaligned.register_fake
+def _(offs, m, k):
+    return torch.empty_like(offs)
+
+
+class _Float8GroupedMM(torch.autograd.Function):
+    """x (M,K), offs (E,), weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple.
+
+    training: gradients are recorded. Asked outside: in here they never are, and needs_input_grad does not know.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, training: bool, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        recipe = plan.recipe
+        ctx.plan, ctx.dtype = plan, x.dtype
+        need_x, need_weights = training and ctx.needs_input_grad[0], training and any(ctx.needs_input_grad[4:])
+        ctx.codes_kept = recipe.grad_weight and recipe.saved_input == "codes" and need_weights
+        ctx.turned_kept = recipe.saved_weight == "codes" and need_x
+        kept: list[torch.Tensor] = [x]
+        if ctx.codes_kept:
+            rows, column = plan.rows_and_columns(x, offs)
+            kept = list(column)
+        else:
+            rows = plan.rows(x)
+        outputs = []
+        for weight in weights:
+            if ctx.turned_kept:
+                codes, turned = plan.both_weights(weight)
+                kept += turned
+            else:
+                codes = plan.weights(weight)
+                kept.append(weight)
+            outputs.append(_product(rows, codes, offs, x.dtype, recipe.fast_accum))
+        ctx.save_for_backward(offs, *kept)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        plan: ExpertPlan = ctx.plan
+        need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        offs, *kept = ctx.saved_tensors
+        column: ColumnCodes | None = None
+        x: torch.Tensor | None = None
+        if ctx.codes_kept:
+            column, kept = (kept[0], kept[1], kept[2]), kept[3:]
+        else:
+            x, *kept = kept
+            if plan.recipe.grad_weight and any(need_weights):
+                column = plan.columns(x, offs)
+        grad_x: torch.Tensor | None = None
+        grad_weights: list[torch.Tensor | None] = []
+        for place, (grad, need_weight) in enumerate(zip(grads, need_weights, strict=True)):
+            # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
+            grad = grad.contiguous()
+            rows, columns = _gradient_codes(grad, offs, plan, need_x, need_weight and plan.recipe.grad_weight)
+            if rows is not None:
+                turned = (kept[2 * place], kept[2 * place + 1]) if ctx.turned_kept else plan.turned_weights(kept[place])
+                product = _product(rows, turned, offs, ctx.dtype, fast_accum=False)
+                grad_x = product if grad_x is None else grad_x + product
+            grad_weight: torch.Tensor | None = None
+            if need_weight and columns is not None and column is not None:
+                grad_weight = grouped_scaled_mm(
+                    columns[0].t(),
+                    column[0],
+                    columns[1],
+                    column[1],
+                    column[2],
+                    out_dtype=ctx.dtype,
+                    alignment=plan.recipe.alignment,
+                )
+            elif need_weight:
+                assert x is not None
+                grad_weight = grouped_mm(grad.t(), x, offs)
+            grad_weights.append(grad_weight)
+        return grad_x, None, None, None, *grad_weights
+
+
+def _product(left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    """(M,K) codes times (E,N,K) codes, in groups of rows -> (M,N)."""
+    return grouped_scaled_mm(
+        left[0], right[0].transpose(1, 2), left[1], right[1], offs, out_dtype=out_dtype, fast_accum=fast_accum
+    )
+
+
+def _gradient_codes(
+    grad: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, by_row: bool, by_column: bool
+) -> tuple[Codes | None, ColumnCodes | None]:
+    """Row codes and column codes of dY, as far as wanted."""
+    if by_row and by_column:
+        return plan.rows_and_columns(grad, offs)
+    return plan.rows(grad) if by_row else None, plan.columns(grad, offs) if by_column else None
+
+
+def fp8_grouped_mm(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], offs: torch.Tensor, plan: ExpertPlan
+) -> tuple[torch.Tensor, ...]:
+    """x W^T in groups for each of the weights, in FP8, with gradients; x is quantised once for all of them.
+
+    x: (M,K), rows sorted by expert, bfloat16 or float32, any strides. weights: (E,N,K) each, of x's dtype. offs: int32
+    (E,), cumulative ends. Returns (M,N) a weight, in x's dtype; rows past offs[-1] are zero, in gradients too, and the
+    gradient of an expert without rows is zero.
+
+    Raises ValueError for shapes, K or N that are no multiples of 16, and under unaligned_groups "refuse" for a group
+    that is no multiple; UnsupportedDtype for other dtypes.
+    """
+    _require_operands(x, weights, "fp8_grouped_mm")
+    for weight in weights:
+        for label, size in (("N", weight.shape[1]), ("K", weight.shape[2])):
+            if size % ALIGNMENT:
+                raise ValueError(
+                    f"{label} is {size}; FP8 GEMMs need a multiple of {ALIGNMENT}; leave these experts out with the "
+                    "filter"
+                )
+    if plan.recipe.unaligned_groups == "refuse":
+        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment)
+    return _Float8GroupedMM.apply(x, offs, plan, torch.is_grad_enabled(), *weights)
+
+
+class _HighPrecisionGroupedMM(torch.autograd.Function):
+    """The twin of _Float8GroupedMM: x (M,K), offs, weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, offs: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, offs, *weights)
+        return tuple(grouped_mm(x, weight.transpose(1, 2), offs) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, offs, *weights = ctx.saved_tensors
+        grad_x: torch.Tensor | None = None
+        grad_weights: list[torch.Tensor | None] = []
+        for grad, weight, need in zip(grads, weights, ctx.needs_input_grad[2:], strict=True):
+            grad = grad.contiguous()
+            if ctx.needs_input_grad[0]:
+                product = grouped_mm(grad, weight, offs)
+                grad_x = product if grad_x is None else grad_x + product
+            grad_weights.append(grouped_mm(grad.t(), x, offs) if need else None)
+        return grad_x, None, *grad_weights
+
+
+def high_precision_grouped_mm(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], offs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """x W^T in groups in x's dtype, as fp8_grouped_mm; N and K multiples of 8."""
+    _require_operands(x, weights, "high_precision_grouped_mm")
+    return _HighPrecisionGroupedMM.apply(x, offs, *weights)
+
+
+def _require_operands(x: torch.Tensor, weights: Sequence[torch.Tensor], op: str) -> None:
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise formats.UnsupportedDtype(
+            f"{op} cannot take {x.dtype} on {x.device.type}; expected bfloat16 or float32; cast the input"
+        )
+    for weight in weights:
+        if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1] or weight.dtype != x.dtype:
+            raise ValueError(
+                f"x is {x.dtype} of shape {tuple(x.shape)} and a weight {weight.dtype} of shape {tuple(weight.shape)}; "
+                "expected (M, K) and (E, N, K) of one dtype; cast the weight, and flatten leading dimensions of x"
+            )
+
+
+# -------------------------------------------------------------------------------------------------------------- experts
+def swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, in the wide dtype, rounded once."""
+    wide = wide_dtype(gate_RF)
+    return (F.silu(gate_RF.to(wide)) * up_RF.to(wide)).to(gate_RF.dtype)
+
+
+class GroupedExperts(Convertible):
+    """SwiGLU experts on rows sorted by expert: w2(silu(w1 x) * (w3 x)).
+
+    w1, w3: (E,F,D); w2: (E,D,F). Uninitialised until somebody fills them (meta construction skips them). In high
+    precision until convert_to_float8; the parameters are the same before and after.
+    """
+
+    def __init__(self, experts: int, dim: int, ffn: int) -> None:
+        super().__init__()
+        for label, size in (("dim (D)", dim), ("ffn (F)", ffn)):
+            if size % ALIGNMENT:
+                raise ValueError(f"{label} is {size}; expected a multiple of {ALIGNMENT}; choose another size")
+        self.w1 = nn.Parameter(torch.empty(experts, ffn, dim))
+        self.w2 = nn.Parameter(torch.empty(experts, dim, ffn))
+        self.w3 = nn.Parameter(torch.empty(experts, ffn, dim))
+        self.plan: ExpertPlan | None = None
+
+    def forward(self, rows_RD: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
+        """(R,D) -> (R,D), in the dtype of the rows; offs int32 (E,). Rows past offs[-1] come out as zero."""
+        w1, w2, w3 = (weight.to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
+        if self.plan is None:
+            gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
+            (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
+        else:
+            gate_RF, up_RF = fp8_grouped_mm(rows_RD, (w1, w3), offs_E, self.plan)
+            (y_RD,) = fp8_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E, self.plan)
+        return y_RD
+
+    def refuses(self, plan: Plan) -> str | None:
+        """Experts have no grouped GEMM for every recipe; see Convertible."""
+        if plan.recipe.name in EXPERT_RECIPES:
+            return None
+        return f"experts do not run {plan.recipe.name}, only {', '.join(EXPERT_RECIPES)}"
+
+    def to_float8(self, plan: Plan) -> str | None:
+        """Run in FP8 from now on; see Convertible."""
+        recipe = EXPERT_RECIPES[plan.recipe.name]
+        self.plan = ExpertPlan(recipe, plan.e4m3, plan.target, plan.counter)
+        if recipe.name != plan.recipe.name:
+            return f"experts run {recipe.name}: {plan.recipe.name} has no grouped GEMM"
+        return None
+
+    def keep(self, **fields: Any) -> None:
+        """Change fields of the recipe of converted experts: saved_input, saved_weight, unaligned_groups, fast_accum."""
+        if self.plan is None:
+            raise ValueError(
+                "these experts run in high precision; expected converted ones; call convert_to_float8 first"
+            )
+        self.plan = replace(self.plan, recipe=replace(self.plan.recipe, **fields))
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        experts, ffn, dim = self.w1.shape
+        recipe = "high precision" if self.plan is None else f"{self.plan.recipe.name}, {self.plan.fmt.name}"
+        return f"experts={experts}, dim={dim}, ffn={ffn}, {recipe}"
+
+
+class GatedMLP(nn.Module):
+    """The shared experts: w2(silu(w1 x) * (w3 x)) on every token."""
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, ffn, bias=False)
+        self.w2 = Linear(ffn, dim, bias=False)
+        self.w3 = Linear(dim, ffn, bias=False)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """(T,D) -> (T,D)."""
+        return self.w2(swiglu(self.w1(x_TD), self.w3(x_TD)))
+
+
+# --------------------------------------------------------------------------------------------------------------- router
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts.
+
+    score: of an expert, `sigmoid` of its logit or `softmax` over all. top_k: experts a token. groups, limited: only the
+    experts of the `limited` best of `groups` groups are candidates; a group's score is the sum of its two best
+    candidates (sigmoid) or its best one (softmax). normalise: weights of a token sum to 1 before `scale`.
+    """
+
+    experts: int
+    top_k: int
+    score: Literal["sigmoid", "softmax"] = "softmax"
+    groups: int = 1
+    limited: int = 1
+    normalise: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.score not in ("sigmoid", "softmax"):
+            raise ValueError(f"score is {self.score!r}; expected sigmoid or softmax; choose one")
+        if self.groups < 1 or self.experts % self.groups or not 1 <= self.limited <= self.groups:
+            raise ValueError(
+                f"{self.experts} experts in {self.groups} groups, limited to {self.limited}; expected groups that "
+                "divide the experts, and a limit from 1 to their number; choose others"
+            )
+        candidates = self.experts // self.groups * self.limited
+        if not 1 <= self.top_k <= candidates:
+            raise ValueError(
+                f"top_k is {self.top_k}; expected 1 to {candidates}, the experts of {self.limited} groups; choose "
+                "another"
+            )
+
+
+class Router(nn.Module):
+    """Scores of E experts a token, and the K best: DeepSeek-V3's (sigmoid, groups, balancing bias) or plain softmax.
+
+    weight: (E,D). bias: (E,), a buffer: added to scores for the choice alone, never to weights, and moved by `balance`.
+    load: (E,), how many tokens chose each expert since the last `balance`; a recomputed forward pass counts again,
+    which changes no sign there. No linear that convert_to_float8 would see: it costs little and decides much.
+    """
+
+    weight: nn.Parameter
+    bias: torch.Tensor
+    load: torch.Tensor
+
+    def __init__(self, dim: int, routing: Routing) -> None:
+        super().__init__()
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(routing.experts, dim))
+        self.register_buffer("bias", torch.zeros(routing.experts))
+        self.register_buffer("load", torch.zeros(routing.experts, dtype=torch.int64), persistent=False)
+
+    def reset(self) -> None:
+        """Bias and load to zero: for a router that was built on the meta device."""
+        self.bias.zero_()
+        self.load.zero_()
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T,D) -> experts int64 (T,K) and weights (T,K), wide."""
+        routing, wide = self.routing, wide_dtype(x_TD)
+        logits_TE = F.linear(x_TD.to(wide), self.weight.to(x_TD.dtype).to(wide))
+        scores_TE = logits_TE.sigmoid() if routing.score == "sigmoid" else logits_TE.softmax(dim=-1)
+        chosen_TK = choose(scores_TE.detach() + self.bias.to(wide), routing)
+        weights_TK = scores_TE.gather(1, chosen_TK)
+        if routing.normalise:
+            weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + 1e-20)
+        if self.training:
+            self.load += counted(chosen_TK, routing.experts)
+        return chosen_TK, weights_TK * routing.scale
+
+    @torch.no_grad()
+    def balance(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
+        """Raise the bias of experts that had fewer tokens than the mean by `rate`, lower it where they had more.
+
+        Once a step, with the tokens of all ranks of `group`. Starts counting again. DeepSeek-V3, arXiv:2412.19437.
+        """
+        if group is not None:
+            dist.all_reduce(self.load, group=group)
+        load = self.load.to(self.bias.dtype)
+        self.bias += rate * torch.sign(load.mean() - load)
+        self.load.zero_()
+
+
+def choose(scores_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The K best experts of each token, int64 (T,K), best first; of the best groups where they are limited."""
+    if routing.limited < routing.groups:
+        by_group = scores_TE.unflatten(1, (routing.groups, -1))
+        best = by_group.topk(min(2, by_group.shape[-1]) if routing.score == "sigmoid" else 1, dim=-1).values
+        kept_TG = torch.zeros_like(best[..., 0], dtype=torch.bool)
+        kept_TG.scatter_(1, best.sum(dim=-1).topk(routing.limited, dim=1).indices, True)
+        scores_TE = by_group.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    return scores_TE.topk(routing.top_k, dim=1).indices
+
+
+def counted(chosen_TK: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each expert was chosen, int64 (E,); -1 stands for nobody. Does not wait for the device."""
+    flat = torch.where(chosen_TK < 0, experts, chosen_TK).flatten()
+    ones = torch.ones_like(flat)
+    return torch.zeros(experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)[:experts]
+
+
+# ------------------------------------------------------------------------------------------------ dispatch and combine
+@dataclass(frozen=True)
+class Order:
+    """Where rows went: row r is choice order_R[r] of T*K, choice c is row inverse_R[c]; offs_E: where experts end."""
+
+    order_R: torch.Tensor
+    inverse_R: torch.Tensor
+    offs_E: torch.Tensor
+
+
+def sort_by_expert(chosen_TK: torch.Tensor, experts: int) -> Order:
+    """The order of rows: by expert, then by token; choices of nobody (-1) last, past the last end."""
+    flat = torch.where(chosen_TK < 0, experts, chosen_TK).flatten()
+    order_R = flat.sort(stable=True).indices
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    return Order(order_R, inverse_R, counted(chosen_TK, experts).cumsum(0).to(torch.int32))
+
+
+class _Dispatch(torch.autograd.Function):
+    """x (T,D) -> rows (R,D). The gradient of a token is the wide sum of its K rows, rounded once: no atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse_R)
+        ctx.choices = max(order_R.shape[0] // max(x_TD.shape[0], 1), 1)
+        return x_TD.index_select(0, order_R // ctx.choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse_R,) = ctx.saved_tensors
+        tokens = inverse_R.shape[0] // ctx.choices
+        grad_TKD = grad_RD.index_select(0, inverse_R).view(tokens, ctx.choices, grad_RD.shape[1])
+        return grad_TKD.sum(dim=1, dtype=wide_dtype(grad_RD)).to(grad_RD.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """rows (R,D), weights (T,K) -> (T,D): the wide sum of a token's weighted rows, rounded once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_RD: torch.Tensor, weights_TK: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(y_RD, weights_TK, order_R, inverse_R)
+        wide = wide_dtype(y_RD)
+        rows_TKD = y_RD.index_select(0, inverse_R).view(*weights_TK.shape, y_RD.shape[1]).to(wide)
+        return (rows_TKD * weights_TK.to(wide).unsqueeze(-1)).sum(dim=1).to(y_RD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y_RD, weights_TK, order_R, inverse_R = ctx.saved_tensors
+        wide = wide_dtype(y_RD)
+        grad_T1D = grad_TD.to(wide).unsqueeze(1)
+        grad_TKD = (grad_T1D * weights_TK.to(wide).unsqueeze(-1)).to(y_RD.dtype)
+        rows_TKD = y_RD.index_select(0, inverse_R).view(*weights_TK.shape, y_RD.shape[1]).to(wide)
+        grad_weights_TK = (rows_TKD * grad_T1D).sum(dim=-1).to(weights_TK.dtype)
+        return grad_TKD.flatten(0, 1).index_select(0, order_R), grad_weights_TK, None, None
+
+
+def dispatch(x_TD: torch.Tensor, order: Order) -> torch.Tensor:
+    """Tokens (T,D) as rows (R,D) in the order of experts."""
+    return _Dispatch.apply(x_TD, order.order_R, order.inverse_R)
+
+
+def combine(y_RD: torch.Tensor, weights_TK: torch.Tensor, order: Order) -> torch.Tensor:
+    """The rows (R,D) of each token times its weights, summed: (T,D)."""
+    return _Combine.apply(y_RD, weights_TK, order.order_R, order.inverse_R)
+
+
+# --------------------------------------------------------------------------------------------------- expert parallelism
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks that want them, in blocks of `sent[r]` rows to rank r; `received[r]` come from it.
+
+    As bytes: gloo carries no float8 and not every build bf16. The gradient goes the other way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        out = rows_RD.new_empty(sum(received), rows_RD.shape[1])
+        into, given = out.view(torch.uint8), rows_RD.contiguous().view(torch.uint8)
+        dist.all_to_all_single(into, given, received, sent, group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Exchange.apply(grad_RD, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def exchanged_experts(
+    rows_RD: torch.Tensor, offs_E: torch.Tensor, experts: GroupedExperts, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Rows (R,D), sorted by all E experts, through experts that live on the ranks of `group`: (R,D), in their order.
+
+    Rank r holds experts r*E/size up to the next's. Its rows arrive sorted by sender, then expert, and are sorted by
+    expert before they are computed. The numbers of rows are exchanged first and read on the host: the one wait. Rows
+    past offs[-1] go nowhere and come out as zero.
+    """
+    size = dist.get_world_size(group)
+    counts_E = torch.diff(offs_E, prepend=offs_E.new_zeros(1)).to(torch.int64)
+    if len(counts_E) % size:
+        raise ValueError(
+            f"{len(counts_E)} experts do not divide over {size} ranks; expected a multiple; choose another degree"
+        )
+    theirs = torch.empty_like(counts_E)
+    dist.all_to_all_single(theirs, counts_E, group=group)
+    by_rank = torch.stack([counts_E.view(size, -1).sum(1), theirs.view(size, -1).sum(1)]).tolist()
+    sent, received = by_rank
+    used = sum(sent)
+    arrived = _Exchange.apply(rows_RD[:used], sent, received, group)
+
+    local = torch.arange(len(theirs) // size, device=rows_RD.device).repeat(size)
+    order = sort_by_expert(
+        torch.repeat_interleave(local, theirs, output_size=sum(received))[:, None], len(local) // size
+    )
+    y_RD = experts(dispatch(arrived, order), order.offs_E)
+    returned = _Exchange.apply(_Reorder.apply(y_RD, order.inverse_R, order.order_R), received, sent, group)
+    return torch.cat([returned, returned.new_zeros(len(rows_RD) - used, returned.shape[1])])
+
+
+class _Reorder(torch.autograd.Function):
+    """rows[index]; index is a permutation and inverse its inverse, so that the gradient is one too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+# ------------------------------------------------------------------------------------------------------------ the layer
+class MoE(nn.Module):
+    """Router, experts and shared experts: the feed-forward part of a block.
+
+    shared: how many experts' width every token passes, 0 for none. Under expert_parallel the experts of this rank alone
+    are held; router and shared experts are everybody's.
+    """
+
+    def __init__(self, dim: int, ffn: int, routing: Routing, shared: int = 0) -> None:
+        super().__init__()
+        self.router = Router(dim, routing)
+        self.experts = GroupedExperts(routing.experts, dim, ffn)
+        self.shared = GatedMLP(dim, ffn * shared) if shared else None
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., D) -> (..., D), in x's dtype."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        chosen_TK, weights_TK = self.router(x_TD)
+        order = sort_by_expert(chosen_TK, self.router.routing.experts)
+        rows_RD = dispatch(x_TD, order)
+        if self.group is None:
+            y_RD = self.experts(rows_RD, order.offs_E)
+        else:
+            y_RD = exchanged_experts(rows_RD, order.offs_E, self.experts, self.group)
+        y_TD = combine(y_RD, weights_TK, order)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return y_TD.view(x.shape)
+
+    @torch.no_grad()
+    def expert_parallel(self, group: dist.ProcessGroup) -> None:
+        """Keep this rank's experts, and send tokens to theirs from now on. Parameters become new, smaller ones.
+
+        Gradients of experts are sums over the tokens of all ranks of `group`, those of everything else over this rank's
+        own: whoever averages gradients over ranks divides both by the same number, the world's.
+        """
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        count = self.router.routing.experts
+        if count % size:
+            raise ValueError(
+                f"{count} experts do not divide over {size} ranks; expected a multiple; choose another degree"
+            )
+        mine = slice(rank * count // size, (rank + 1) * count // size)
+        for name in ("w1", "w2", "w3"):
+            whole = getattr(self.experts, name)
+            setattr(self.experts, name, nn.Parameter(whole[mine].clone(), requires_grad=whole.requires_grad))
+        self.group = group

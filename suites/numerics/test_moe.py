@@ -1,0 +1,381 @@
+"""FP8 experts: outputs and gradients against a float64 oracle, and against their twins in high precision.
+
+The oracle quantises with the references along the dimension that each GEMM contracts, dequantises and multiplies in
+float64, group by group; products.py bounds what may lie between. A layer as a whole is compared with its bf16 twin, a
+parameter at a time, by SQNR. Sizes are small: in the interpreter every kernel of a layer runs, forward and backward.
+
+Not here: routing, dispatch, conversion, expert parallelism (unit/test_moe.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fp8stack import _triton, formats, scaling
+from fp8stack.device import OVERRIDE, detect
+from fp8stack.kernels import launch
+from fp8stack.kernels.colwise import quantize_colwise_grouped_reference
+from fp8stack.kernels.experts import quantize_experts_reference, quantize_experts_transposed_reference
+from fp8stack.kernels.grouped_gemm import CHECK
+from fp8stack.linear import convert_to_float8
+from fp8stack.moe import (
+    EXPERT_RECIPES,
+    ExpertPlan,
+    GroupedExperts,
+    MoE,
+    Routing,
+    fp8_grouped_mm,
+    high_precision_grouped_mm,
+)
+from suites.compare import assert_bits_equal, assert_sqnr, values
+from suites.numerics.products import Record, accumulation, assert_within
+
+# The interpreter multiplies with NumPy, which warns where a NaN is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+ARCH_OF = {"e4m3fn": "gfx950", "e4m3fnuz": "gfx942"}
+RECIPES = ("rowwise", "rowwise_with_gw_hp")
+
+# Empty groups in the middle and at the end, one row, and rows of nobody.
+SIZES, TAIL = (6, 0, 33, 1, 0), 5
+N, K = 48, 64
+
+# dB of a layer of SwiGLU experts against its bf16 twin, three GEMMs deep: worst of 20 seeds, both recipes and dialects,
+# minus 1.
+SQNR_DB = {
+    "output": 21.8,
+    "input": 21.9,
+    "router.weight": 19.5,
+    "experts.w1": 21.5,
+    "experts.w2": 21.7,
+    "experts.w3": 22.1,
+}
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHECK, "1")
+
+
+@pytest.fixture
+def plan(
+    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> ExpertPlan:
+    """The plan of the case's recipe and format, the arch overridden where it speaks another."""
+    fmt = str(request.getfixturevalue("fmt"))
+    if detect(device).arch.e4m3 != fmt:
+        monkeypatch.setenv(OVERRIDE, ARCH_OF[fmt])
+    found = detect(device)
+    record_property("arch", found.arch.name)
+    return ExpertPlan(EXPERT_RECIPES[str(request.getfixturevalue("recipe"))], formats.get(fmt), found.target.name)
+
+
+def cases(
+    *suffixes: str, formats_: tuple[str, ...] = tuple(ARCH_OF), recipes: tuple[str, ...] = RECIPES
+) -> pytest.MarkDecorator:
+    """Every recipe of experts in both dialects; one id a case."""
+    return pytest.mark.parametrize(
+        ("recipe", "fmt", "suffix"),
+        [
+            pytest.param(recipe, fmt, suffix, id=f"moe-{recipe}-{fmt}-{suffix}")
+            for recipe in recipes
+            for fmt in formats_
+            for suffix in suffixes
+        ],
+    )
+
+
+def normal(shape: tuple[int, ...], device: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def ends(sizes: tuple[int, ...], device: str) -> torch.Tensor:
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def grouped(sizes: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for group, size in enumerate(sizes):
+        yield group, slice(start, start + size)
+        start += size
+
+
+def expected_backend(device: str, fmt: str) -> str:
+    """What the table gives for bf16 layers, by hand."""
+    if device == "cuda":
+        target = detect(device).target
+        return ("torch" if target.name == "sm_90" else "triton") if target.e4m3 == fmt else "simulated"
+    return "triton" if _triton.INTERPRETING else "reference"
+
+
+# --- the three GEMMs --------------------------------------------------------------------------------------------------
+
+
+def oracle(
+    x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, plan: ExpertPlan
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Exact output, input and weight gradient of the quantised operands, each with the product of absolute values."""
+    fmt, pow2 = plan.fmt, plan.recipe.pow2
+    x, w, dy = (t.detach().cpu() for t in (x, w, dy))
+
+    def rows(t: torch.Tensor) -> torch.Tensor:
+        codes, inverse = scaling.quantize_reference(t, fmt, dim=1, pow2=pow2)
+        return formats.decode(codes, fmt).double() * inverse[:, None].double()
+
+    def columns(t: torch.Tensor) -> torch.Tensor:
+        """Unpadded: every group by itself."""
+        out = torch.zeros(t.shape, dtype=torch.float64)
+        for _, part in grouped(SIZES):
+            codes, inverse, _ = quantize_colwise_grouped_reference(
+                t[part], torch.tensor([part.stop - part.start], dtype=torch.int32), fmt, pow2
+            )
+            out[part] = formats.decode(codes, fmt)[: part.stop - part.start].double() * inverse[0].double()
+        return out
+
+    w_codes, w_inverse = quantize_experts_reference(w, fmt, pow2)
+    turned, turned_inverse = quantize_experts_transposed_reference(w, fmt, pow2)
+    w_rows = formats.decode(w_codes, fmt).double() * w_inverse[..., None].double()
+    w_columns = (formats.decode(turned, fmt).double() * turned_inverse[..., None].double()).transpose(1, 2)
+    left, right = (columns(dy), columns(x)) if plan.recipe.grad_weight else (dy.double(), x.double())
+    found = {}
+    for name, shape in (("output", (len(x), N)), ("grad_x", (len(x), K)), ("grad_w", w.shape)):
+        found[name] = (torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
+    for place, size in enumerate((lambda t: t, torch.abs)):
+        for group, part in grouped(SIZES):
+            found["output"][place][part] = size(rows(x)[part]) @ size(w_rows[group]).t()
+            found["grad_x"][place][part] = size(rows(dy)[part]) @ size(w_columns[group])
+            found["grad_w"][place][group] = size(left[part]).t() @ size(right[part])
+    return found
+
+
+@cases("bf16", "fp32")
+def test_gemms(
+    recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, record_property: Record
+) -> None:
+    """Output, input gradient and weight gradient are the products that the recipe names; zero where no rows are."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[suffix]
+    m = sum(SIZES) + TAIL
+    x, dy = normal((m, K), device, seed, dtype).requires_grad_(), normal((m, N), device, seed + 1, dtype)
+    w = normal((len(SIZES), N, K), device, seed + 2, dtype).requires_grad_()
+    with launch.recording() as ran:
+        (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+        y.backward(dy)
+    backend = ran["grouped_scaled_mm"]
+    if dtype == torch.bfloat16:
+        assert backend == expected_backend(device, fmt)
+    record_property("backend", backend)
+    allowed = accumulation(backend, device, fp8=True)
+    for name, found in (("output", y), ("grad_x", x.grad), ("grad_w", w.grad)):
+        expected, magnitude = oracle(x, w, dy, plan)[name]
+        assert_within(expected, magnitude, found, allowed, name, record_property)
+        assert found.dtype == dtype
+    assert int(torch.count_nonzero(y[sum(SIZES) :])) == 0
+    assert int(torch.count_nonzero(x.grad[sum(SIZES) :])) == 0
+    assert int(torch.count_nonzero(w.grad[[size == 0 for size in SIZES]])) == 0
+
+
+@cases("saved", formats_=("e4m3fnuz",))
+def test_what_is_kept_changes_no_bit(
+    recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes from one read or two, kept or made again in the backward pass: the same gradients, bit by bit."""
+    m = sum(SIZES) + TAIL
+    dy = [normal((m, N), device, seed + place) for place in (1, 2)]
+    results = []
+    for inputs, weights, one_read in (("codes", "weight", True), ("input", "codes", True), ("codes", "codes", False)):
+        monkeypatch.setattr("fp8stack.moe.ONE_READ", {(plan.target, what): one_read for what in ("tokens", "weights")})
+        changed = replace(plan, recipe=replace(plan.recipe, saved_input=inputs, saved_weight=weights))
+        x = normal((m, K), device, seed).requires_grad_()
+        w = [normal((len(SIZES), N, K), device, seed + place).requires_grad_() for place in (3, 4)]
+        y = fp8_grouped_mm(x, w, ends(SIZES, device), changed)
+        torch.autograd.backward(y, dy)
+        results.append((*y, x.grad, *(one.grad for one in w)))
+    for other in results[1:]:
+        for what, one, found in zip(("y1", "y2", "x", "w1", "w2"), results[0], other, strict=True):
+            assert_bits_equal(one, found, what)
+
+
+@cases("partial", formats_=("e4m3fn",))
+def test_only_what_is_asked(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int) -> None:
+    """Gradients of x alone, or of weights alone, are those of both; without gradients nothing is kept for them."""
+    m = sum(SIZES) + TAIL
+    dy = normal((m, N), device, seed + 1)
+    found = []
+    for need_x, need_w in ((True, True), (True, False), (False, True)):
+        x = normal((m, K), device, seed).requires_grad_(need_x)
+        w = normal((len(SIZES), N, K), device, seed + 2).requires_grad_(need_w)
+        (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+        y.backward(dy)
+        found.append((y, x.grad, w.grad))
+    assert_bits_equal(found[0][1], found[1][1], "gradient of x alone")
+    assert_bits_equal(found[0][2], found[2][2], "gradient of w alone")
+    assert found[1][2] is None
+    assert found[2][1] is None
+    with torch.no_grad(), launch.recording() as ran:
+        (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+    assert_bits_equal(found[0][0], y, "output without gradients")
+    assert set(ran) == {"quantize_rowwise", "quantize_experts", "grouped_scaled_mm"}
+
+
+@cases("strides", formats_=("e4m3fn",), recipes=("rowwise_with_gw_hp",))
+def test_gradient_strides(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int) -> None:
+    """A broadcast or transposed gradient, and a strided input, give the bits of contiguous ones (pytorch/ao#4470)."""
+    m = sum(SIZES) + TAIL
+    wide = normal((m, 2 * K), device, seed)
+    broadcast = torch.ones((), device=device, dtype=torch.bfloat16).expand(m, N)
+    for gradient in (broadcast, normal((N, m), device, seed).t()):
+        found = []
+        for strided in (True, False):
+            x = (wide[:, ::2] if strided else wide[:, ::2].contiguous()).detach().requires_grad_()
+            w = normal((len(SIZES), N, K), device, seed + 2).requires_grad_()
+            (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+            y.backward(gradient if strided else gradient.contiguous())
+            found.append((x.grad, w.grad))
+        for what, one, other in zip(("x", "w"), *found, strict=True):
+            assert_bits_equal(other, one, f"gradient of {what}")
+
+
+@cases("nan", formats_=("e4m3fn",))
+def test_nan_row(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int) -> None:
+    """A NaN in one token makes that row of the output NaN and leaves the others' bits; its expert's gradient has it."""
+    x, w = normal((40, K), device, seed), normal((len(SIZES), N, K), device, seed + 1).requires_grad_()
+    (clean,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+    x[9, 17] = math.nan
+    (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+    assert bool(y[9].isnan().all())
+    rest = [row for row in range(40) if row != 9]
+    assert_bits_equal(clean[rest].detach(), y[rest].detach(), "other rows")
+    y.backward(torch.ones_like(y))
+    assert bool(w.grad[2, :, 17].isnan().all())
+    assert bool(w.grad[[0, 1, 3, 4]].isfinite().all())
+
+
+# --- the layer --------------------------------------------------------------------------------------------------------
+
+
+def layer(device: str, seed: int, recipe: str | None, dim: int = 64, ffn: int = 48) -> MoE:
+    """DeepSeek-V3's routing in small, weights of a fan-in scale."""
+    generator = torch.Generator().manual_seed(seed)
+    moe = MoE(dim, ffn, Routing(6, 2, "sigmoid", groups=3, limited=2, normalise=True, scale=2.5))
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    model = nn.Sequential(moe.to(device))
+    if recipe is not None:
+        convert_to_float8(model, recipe)
+    return moe
+
+
+@cases("twin")
+def test_gradients_against_the_twin(
+    recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, record_property: Record
+) -> None:
+    """Output, input gradient and every parameter's gradient of a layer keep their SQNR against the bf16 layer."""
+    x, dy = normal((2, 24, 64), device, seed + 1), normal((2, 24, 64), device, seed + 2)
+    found: list[dict[str, torch.Tensor]] = []
+    for one in (None, recipe):
+        moe = layer(device, seed, one)
+        given = x.clone().requires_grad_()
+        y = moe(given)
+        y.backward(dy)
+        gradients = {name: parameter.grad for name, parameter in moe.named_parameters()}
+        found.append({"output": y, "input": given.grad, **gradients})
+    assert set(SQNR_DB) == set(found[0])
+    for name, at_least in SQNR_DB.items():
+        measured = assert_sqnr(values(found[0][name]), found[1][name], at_least, name)
+        record_property(f"{name}_sqnr_db", measured)
+
+
+@cases("steps", formats_=("e4m3fnuz",))
+def test_several_steps(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int) -> None:
+    """Steps in poisoned memory, with an expert nobody chooses and one of one row: finite each time (pytorch#154557)."""
+    experts = GroupedExperts(len(SIZES), 64, 48).to(device)
+    with torch.no_grad():
+        for place, parameter in enumerate(experts.parameters()):
+            parameter.copy_(normal(tuple(parameter.shape), device, seed + place, torch.float32) * 0.1)
+    convert_to_float8(nn.Sequential(experts), recipe)
+    before = experts.w1.detach().clone()
+    optimiser = torch.optim.SGD(experts.parameters(), lr=0.1)
+    for step in range(2):
+        x = normal((sum(SIZES) + TAIL, 64), device, seed + 10 + step).requires_grad_()
+        y = experts(x, ends(SIZES, device))
+        y.float().square().sum().backward()
+        assert int(torch.count_nonzero(y[sum(SIZES) :])) == 0
+        assert int(torch.count_nonzero(x.grad[sum(SIZES) :])) == 0
+        for name, parameter in experts.named_parameters():
+            assert bool(parameter.grad.isfinite().all()), (step, name)
+            assert int(torch.count_nonzero(parameter.grad[[1, 4]])) == 0, (step, name)
+        optimiser.step()
+        optimiser.zero_grad()
+    moved = (experts.w1.detach() != before).flatten(1).any(dim=1)
+    assert moved.tolist() == [True, False, True, True, False]
+
+
+@cases("zeros", formats_=("e4m3fn",))
+def test_zeros(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int) -> None:
+    """Zero tokens and zero-initialised weights need no knob (pytorch/ao#3356): exact zeros, finite gradients."""
+    x = normal((sum(SIZES), K), device, seed)
+    x[6:20] = 0.0
+    x.requires_grad_()
+    w = torch.zeros(len(SIZES), N, K, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+    y.backward(normal((sum(SIZES), N), device, seed + 1))
+    assert int(torch.count_nonzero(y)) == 0
+    assert int(torch.count_nonzero(x.grad)) == 0
+    assert bool(w.grad.isfinite().all())
+    assert float(w.grad.abs().max()) > 0
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="kernels in a graph; on a CPU unit/test_moe.py compiles a layer"
+)
+@cases("compiled", formats_=("e4m3fnuz",), recipes=("rowwise",))
+def test_compiled(
+    recipe: str,
+    fmt: str,
+    suffix: str,
+    plan: ExpertPlan,
+    device: str,
+    seed: int,
+    compiled: Callable[[Callable[..., object]], Callable[..., torch.Tensor]],
+) -> None:
+    """An expert layer compiles to one graph, forward and backward, and gives the eager bits."""
+    found = []
+    for wrap in (compiled, lambda function: function):
+        experts = GroupedExperts(3, 64, 48).to(device)
+        with torch.no_grad():
+            for place, parameter in enumerate(experts.parameters()):
+                parameter.copy_(normal(tuple(parameter.shape), device, seed + place, torch.float32) * 0.1)
+        convert_to_float8(nn.Sequential(experts), recipe)
+        x = normal((24, 64), device, seed).requires_grad_()
+        y = wrap(experts)(x, ends((5, 0, 16), device))
+        y.backward(normal((24, 64), device, seed + 5))
+        found.append((y, x.grad, experts.w1.grad, experts.w2.grad, experts.w3.grad))
+    for what, one, other in zip(("y", "x", "w1", "w2", "w3"), *found, strict=True):
+        assert_bits_equal(other, one, what)
+
+
+def test_the_twin_is_exact(device: str, seed: int, record_property: Record) -> None:
+    """high_precision_grouped_mm: output and gradients are the bf16 products, rounded once; the oracle's oracle."""
+    m = sum(SIZES) + TAIL
+    x, w = normal((m, K), device, seed).requires_grad_(), normal((len(SIZES), N, K), device, seed + 1).requires_grad_()
+    dy = normal((m, N), device, seed + 2)
+    (y,) = high_precision_grouped_mm(x, (w,), ends(SIZES, device))
+    y.backward(dy)
+    x64, w64, dy64 = (t.detach().cpu().double() for t in (x, w, dy))
+    for name, found, product in (
+        ("output", y, lambda size, part, group: size(x64[part]) @ size(w64[group]).t()),
+        ("grad_x", x.grad, lambda size, part, group: size(dy64[part]) @ size(w64[group])),
+        ("grad_w", w.grad, lambda size, part, group: size(dy64[part]).t() @ size(x64[part])),
+    ):
+        expected, magnitude = (torch.zeros(found.shape, dtype=torch.float64) for _ in range(2))
+        for group, part in grouped(SIZES):
+            at = group if name == "grad_w" else part
+            expected[at], magnitude[at] = product(lambda t: t, part, group), product(torch.abs, part, group)
+        assert_within(expected, magnitude, found, 2.0**-18, name, record_property)

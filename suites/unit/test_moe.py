@@ -1,0 +1,519 @@
+"""Routing, dispatch, combine, conversion and expert parallelism: what of a layer of experts needs no kernel.
+
+Against plain loops over tokens in float64, and against brute force over the experts' scores. FP8 runs its references
+here; values of the GEMMs are numerics/test_moe.py's. Expert parallelism runs in two processes over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+from torch import nn
+
+from fp8stack import device, moe
+from fp8stack.device import Detected
+from fp8stack.kernels import launch
+from fp8stack.linear import RECIPES, convert_to_float8
+from fp8stack.metrics import CodeCounter
+from fp8stack.moe import (
+    EXPERT_RECIPES,
+    GroupedExperts,
+    MoE,
+    Router,
+    Routing,
+    choose,
+    combine,
+    counted,
+    dispatch,
+    sort_by_expert,
+)
+from suites.compare import assert_bits_equal
+
+SIGMOID = Routing(8, 3, "sigmoid", groups=4, limited=2, normalise=True, scale=2.5)
+SOFTMAX = Routing(8, 3, "softmax")
+
+
+def filled(module: nn.Module, seed: int = 0) -> nn.Module:
+    """The module with seeded normal weights of a fan-in scale."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    return module
+
+
+def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer(routing: Routing = SIGMOID, shared: int = 0, seed: int = 0, dim: int = 64) -> MoE:
+    found = filled(MoE(dim, 48, routing, shared), seed)
+    assert isinstance(found, MoE)
+    return found
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(scores: list[float], routing: Routing) -> list[int]:
+    """The experts that a token chooses, best first, in plain Python."""
+    width = routing.experts // routing.groups
+    grouped = [scores[g * width : (g + 1) * width] for g in range(routing.groups)]
+    best = 2 if routing.score == "sigmoid" else 1
+    rank = sorted(range(routing.groups), key=lambda g: -sum(sorted(grouped[g])[-best:]))
+    allowed = [e for e in range(routing.experts) if e // width in rank[: routing.limited]]
+    return sorted(allowed, key=lambda e: -scores[e])[: routing.top_k]
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        pytest.param(SOFTMAX, id="moe-route-softmax"),
+        pytest.param(SIGMOID, id="moe-route-sigmoid-groups"),
+        pytest.param(Routing(12, 4, "softmax", groups=3, limited=1), id="moe-route-softmax-one-group"),
+        pytest.param(Routing(8, 8, "sigmoid", groups=4, limited=4), id="moe-route-all"),
+        pytest.param(Routing(8, 2, "sigmoid", groups=8, limited=3), id="moe-route-groups-of-one"),
+        pytest.param(Routing(1, 1), id="moe-route-one-expert"),
+    ],
+)
+def test_choice(routing: Routing) -> None:
+    """The K best experts of the best groups, as a loop over tokens finds them; negative scores too."""
+    scores = normal(50, routing.experts, dtype=torch.float64)
+    expected = [by_hand(row, routing) for row in scores.tolist()]
+    assert expected == choose(scores, routing).tolist()
+
+
+def test_weights() -> None:
+    """Sigmoid: the scores of the chosen, without the bias, to sum 1, times the scale. Softmax: scores as they are."""
+    x = normal(30, 64)
+    for routing in (SIGMOID, SOFTMAX):
+        router = filled(Router(64, routing))
+        router.bias.copy_(normal(8, seed=5, dtype=torch.float32))
+        logits = x.double() @ router.weight.detach().bfloat16().double().t()
+        scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
+        chosen, weights = router(x)
+        assert chosen.tolist() == choose(scores + router.bias.double(), routing).tolist()
+        expected = scores.gather(1, chosen)
+        if routing.normalise:
+            expected = expected / expected.sum(-1, keepdim=True) * 2.5
+        torch.testing.assert_close(weights, expected)
+
+
+def test_bias_moves_the_choice_alone() -> None:
+    """A bias that lifts one expert puts it into every choice, and leaves no trace in weights or gradients of itself."""
+    router, x = filled(Router(64, SOFTMAX)), normal(20, 64)
+    router.bias[5] = 10.0
+    chosen, weights = router(x)
+    assert bool((chosen == 5).any(dim=1).all())
+    assert float(weights.detach().max()) < 1.0
+    weights.sum().backward()
+    assert router.weight.grad is not None
+    assert router.bias.grad is None
+
+
+def test_balance() -> None:
+    """Experts below the mean load are lifted by the rate, those above lowered, those at it left; then counts begin."""
+    router = filled(Router(64, Routing(4, 1)))
+    router.load.copy_(torch.tensor([0, 6, 3, 3]))
+    router.balance(0.25)
+    assert router.bias.tolist() == [0.25, -0.25, 0.0, 0.0]
+    router(normal(32, 64))
+    assert int(router.load.sum()) == 32
+    router.eval()
+    router(normal(32, 64))
+    assert int(router.load.sum()) == 32, "counted while not training"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param({"top_k": 0}, "top_k is 0; expected 1 to 8", id="moe-routing-no-choice"),
+        pytest.param({"top_k": 5, "groups": 4, "limited": 2}, "expected 1 to 4", id="moe-routing-too-few-candidates"),
+        pytest.param({"top_k": 1, "groups": 3}, "groups that divide", id="moe-routing-groups"),
+        pytest.param({"top_k": 1, "groups": 2, "limited": 3}, "limit from 1", id="moe-routing-limit"),
+        pytest.param({"top_k": 1, "score": "relu"}, "score is 'relu'", id="moe-routing-score"),
+    ],
+)
+def test_refused_routing(fields: dict[str, object], words: str) -> None:
+    """A contradiction is named when the routing is written down, not when a token meets it."""
+    with pytest.raises(ValueError, match=words) as caught:
+        Routing(8, **fields)
+    assert str(caught.value).count("; ") == 2
+
+
+# --- dispatch and combine ---------------------------------------------------------------------------------------------
+
+
+def test_every_choice_becomes_one_row() -> None:
+    """Rows are the tokens of each expert in order, as many as chose it; nobody's choices come last (vllm#35161)."""
+    chosen = torch.tensor([[2, 0], [-1, 2], [4, 2], [0, -1]])
+    order = sort_by_expert(chosen, 5)
+    assert order.offs_E.tolist() == [2, 2, 5, 5, 6]
+    assert order.offs_E.dtype == torch.int32
+    assert counted(chosen, 5).tolist() == [2, 0, 3, 0, 1]
+    x = torch.arange(4.0)[:, None].expand(4, 2).contiguous()
+    assert dispatch(x, order)[:, 0].tolist() == [0, 3, 0, 1, 2, 2, 1, 3]
+    weights = torch.where(chosen < 0, 0.0, 1.0)
+    back = combine(dispatch(x, order), weights, order)
+    assert back[:, 0].tolist() == [0.0, 1.0, 4.0, 3.0]  # once for each choice
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(4, id="moe-one-expert"), pytest.param(0, id="moe-no-tokens")])
+def test_one_expert_and_no_tokens(tokens: int) -> None:
+    """All tokens to expert 0 of one, and no tokens at all: rows conserved, gradients of the right shape."""
+    found = layer(Routing(1, 1))
+    x = normal(tokens, 64).requires_grad_()
+    y = found(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert found.experts.w2.grad.shape == found.experts.w2.shape
+    assert bool(found.experts.w2.grad.isfinite().all())
+
+
+def test_gradients_of_dispatch_and_combine() -> None:
+    """Both are linear: their gradients are those of indexing and summing, which autograd knows."""
+    chosen, weights = torch.tensor([[2, 0], [1, 2], [0, 1]]), normal(3, 2, dtype=torch.float64).requires_grad_()
+    x = normal(3, 4, dtype=torch.float32).requires_grad_()
+    order = sort_by_expert(chosen, 3)
+    scale = torch.arange(1.0, 7)[:, None]
+    combine(dispatch(x, order) * scale, weights, order).square().sum().backward()
+    found = x.grad.clone(), weights.grad.clone()
+    x.grad = weights.grad = None
+    rows = (x[order.order_R // 2] * scale)[order.inverse_R].view(3, 2, 4)
+    (rows.double() * weights[..., None]).sum(1).float().square().sum().backward()
+    torch.testing.assert_close(found[0], x.grad)
+    torch.testing.assert_close(found[1], weights.grad)
+
+
+@pytest.mark.parametrize(
+    ("routing", "shared"),
+    [
+        pytest.param(SIGMOID, 1, id="moe-layer-sigmoid-shared"),
+        pytest.param(SOFTMAX, 0, id="moe-layer-softmax"),
+    ],
+)
+def test_layer_against_a_loop(routing: Routing, shared: int) -> None:
+    """A float32 layer is, token by token, the weighted sum of its experts plus the shared ones; gradients as well."""
+    found = layer(routing, shared)
+    x = normal(2, 9, 64, dtype=torch.float32).requires_grad_()
+    y = found(x)
+    y.square().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in found.named_parameters()}
+    gradients["x"] = x.grad.clone()
+    found.zero_grad()
+    x.grad = None
+
+    def expert(w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return w2 @ (F.silu(w1 @ token) * (w3 @ token))
+
+    tokens = x.double().view(18, 64)
+    chosen, weights = found.router(x.view(18, 64))
+    rows = []
+    for token, experts, shares in zip(tokens, chosen.tolist(), weights, strict=True):
+        weight = [w.double() for w in (found.experts.w1, found.experts.w2, found.experts.w3)]
+        row = sum(share * expert(*(w[e] for w in weight), token) for e, share in zip(experts, shares, strict=True))
+        if found.shared is not None:
+            row = row + expert(*(w.weight.double() for w in (found.shared.w1, found.shared.w2, found.shared.w3)), token)
+        rows.append(row)
+    expected = torch.stack(rows)
+    torch.testing.assert_close(y.view(18, 64), expected.float(), rtol=1e-5, atol=1e-5)
+    expected.square().sum().backward()
+    for name, parameter in (*found.named_parameters(), ("x", x)):
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+
+def simulated(arch: str) -> Detected:
+    row = device.lookup(arch)
+    return Detected(arch=row, target=device.lookup("cpu"), reason="chosen by the test", simulated=True)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-convert-{recipe}") for recipe in RECIPES])
+def test_conversion(recipe: str) -> None:
+    """Experts and shared experts are converted, the router is not; what runs otherwise than it is called is said."""
+    model = nn.ModuleDict({"ffn": layer(shared=1)})
+    before = {name: parameter for name, parameter in model.named_parameters()}
+    report = convert_to_float8(model, recipe, detected=simulated("gfx942"))
+    assert report.converted == ("ffn.experts", "ffn.shared.w1", "ffn.shared.w2", "ffn.shared.w3")
+    assert report.experts == ("ffn.experts",)
+    assert report.left == {}
+    assert model["ffn"].experts.plan.fmt.name == "e4m3fnuz"
+    assert model["ffn"].experts.plan.recipe == EXPERT_RECIPES[recipe]
+    text = str(report)
+    assert "3 linears and the experts of 1 layers run in FP8" in text
+    if recipe == "tensorwise":
+        assert report.notes == {"ffn.experts": "experts run rowwise: tensorwise has no grouped GEMM"}
+        assert "ffn.experts: experts run rowwise" in text
+    else:
+        assert report.notes == {}
+    assert {name: id(parameter) for name, parameter in before.items()} == {
+        name: id(parameter) for name, parameter in model.named_parameters()
+    }
+
+
+def test_filtered_experts_stay() -> None:
+    """A filter keeps experts in high precision, and with `experts` alone there is nothing left to convert."""
+    model = nn.ModuleDict({"ffn": layer(shared=1)})
+    report = convert_to_float8(model, "rowwise", filter=("experts",), detected=simulated("cpu"))
+    assert report.left == {"ffn.experts": "filter 'experts'"}
+    assert model["ffn"].experts.plan is None
+    assert "experts of" not in str(report)
+
+
+def test_experts_of_another_recipe_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that has no grouped GEMM leaves experts as they are, and says which it would take."""
+    monkeypatch.delitem(EXPERT_RECIPES, "tensorwise")
+    model = nn.ModuleDict({"ffn": layer(shared=1)})
+    report = convert_to_float8(model, "tensorwise", detected=simulated("cpu"))
+    assert report.left == {"ffn.experts": "experts do not run tensorwise, only rowwise, rowwise_with_gw_hp"}
+
+
+def test_state_dict_is_plain() -> None:
+    """Keys and tensors are the same before and after conversion, the balancing bias among them."""
+    model = nn.Sequential(layer())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    after = model.state_dict()
+    assert (
+        list(before)
+        == list(after)
+        == [
+            "0.router.weight",
+            "0.router.bias",
+            "0.experts.w1",
+            "0.experts.w2",
+            "0.experts.w3",
+        ]
+    )
+    for name, tensor in before.items():
+        assert type(after[name]) is torch.Tensor
+        assert_bits_equal(tensor, after[name], name)
+
+
+def test_meta_construction() -> None:
+    """A layer is built and converted on the meta device, then filled: nothing asks for data on the way."""
+    with torch.device("meta"):
+        found = MoE(64, 48, SIGMOID, shared=1)
+    convert_to_float8(nn.Sequential(found), "rowwise", detected=simulated("cpu"))
+    found.to_empty(device="cpu")
+    filled(found)
+    found.router.reset()
+    assert int(torch.count_nonzero(found.router.bias)) == 0
+    assert bool(found(normal(5, 64)).isfinite().all())
+
+
+def test_sizes_are_refused() -> None:
+    """A width that FP8 GEMMs do not take is named when the layer is built."""
+    for dim, ffn, words in ((72, 48, r"dim \(D\) is 72"), (64, 40, r"ffn \(F\) is 40")):
+        with pytest.raises(ValueError, match=words):
+            MoE(dim, ffn, SOFTMAX)
+    with pytest.raises(ValueError, match="saved_input is 'x'; expected one of: codes, input"):
+        moe.ExpertRecipe("rowwise", True, saved_input="x")
+
+
+def test_refuse_unaligned_groups() -> None:
+    """unaligned_groups `refuse`: a group that is no multiple of 16 is named, a good one passes (pytorch/ao#2678)."""
+    experts = filled(GroupedExperts(3, 64, 48))
+    convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    x = normal(48, 64)
+    with pytest.raises(ValueError, match="converted"):
+        GroupedExperts(3, 64, 48).keep(unaligned_groups="refuse")
+    padded = experts(x, torch.tensor([16, 16, 48], dtype=torch.int32))
+    experts.keep(unaligned_groups="refuse")
+    assert_bits_equal(padded, experts(x, torch.tensor([16, 16, 48], dtype=torch.int32)), "aligned groups")
+    with pytest.raises(ValueError, match=r"group 1 has 20 rows along the contraction, not a multiple of 16"):
+        experts(x, torch.tensor([16, 36, 48], dtype=torch.int32))
+
+
+def test_codes_are_counted() -> None:
+    """Saturated and NaN codes of experts reach the counter, tokens, weights and gradients alike."""
+    counter = CodeCounter()
+    model = nn.Sequential(layer())
+    convert_to_float8(model, "rowwise", detected=simulated("gfx942"), counter=counter)
+    model(normal(12, 64)).sum().backward()
+    saturated, nan = counter.take()
+    assert saturated > 0
+    assert nan == 0
+    x = normal(12, 64)
+    x[3, 4] = float("nan")
+    model(x)
+    assert counter.take()[1] > 0
+
+
+# --- what is kept, and what is compiled -------------------------------------------------------------------------------
+
+
+def kept_bytes(call: Callable[[], torch.Tensor]) -> int:
+    """Bytes that autograd keeps for the backward pass of a call, parameters not counted."""
+    total: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            total[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return sum(total.values())
+
+
+def test_bytes_that_are_kept() -> None:
+    """Column codes of x are kept in its place, at half its bytes; codes of weights are kept only where asked for."""
+    rows, experts, dim, ffn = 512, 2, 64, 48
+    offs, x = torch.tensor([256, 512], dtype=torch.int32), normal(rows, dim)
+    w = normal(experts, ffn, dim).requires_grad_()
+    sizes = {}
+    for inputs in ("codes", "input"):
+        for weights in ("codes", "weight"):
+            recipe = moe.ExpertRecipe("rowwise", True, saved_input=inputs, saved_weight=weights)
+            plan = moe.ExpertPlan(recipe, moe.formats.get("e4m3fn"))
+            given = x.clone().requires_grad_()
+            sizes[inputs, weights] = kept_bytes(
+                lambda given=given, plan=plan: moe.fp8_grouped_mm(given, (w,), offs, plan)[0]
+            )
+    assert sizes["input", "weight"] - sizes["codes", "weight"] >= rows * dim * 0.9
+    assert sizes["codes", "codes"] < sizes["codes", "weight"], "one byte a weight in the place of two"
+
+
+def test_passes_over_tokens_and_weights() -> None:
+    """Two GEMMs share one quantisation of x; a gradient is read once; weights once each way."""
+    experts = filled(GroupedExperts(3, 64, 48))
+    convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    calls: dict[str, int] = {}
+    real = launch.record
+    names = ("rowwise", "colwise", "rowwise_and_colwise", "experts", "grouped_gemm")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def count(op: str, what: str) -> None:
+            calls[op] = calls.get(op, 0) + 1
+            real(op, what)
+
+        patch.setattr(launch, "record", count)
+        x = normal(24, 64).requires_grad_()
+        experts(x, torch.tensor([5, 5, 24], dtype=torch.int32)).sum().backward()
+    assert names
+    assert calls == {
+        "quantize_rowwise_and_colwise": 2 + 3,  # x and the middle, and three gradients
+        "quantize_experts": 3,
+        "quantize_experts_transposed": 3,
+        "grouped_scaled_mm": 9,
+    }
+
+
+def test_one_graph_for_many_routings() -> None:
+    """A layer compiles to one graph without breaks, gives the eager bits, and ten routings compile nothing more.
+
+    pytorch/torchtitan#1971: token counts of experts vary from step to step, and must not recompile.
+    """
+    torch._dynamo.reset()
+    model = nn.Sequential(layer(shared=1))
+    convert_to_float8(model, "rowwise", detected=simulated("gfx942"))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    for step in range(10):
+        x = normal(16, 64, seed=step)
+        found = []
+        for call in (compiled, model):
+            given = x.clone().requires_grad_()
+            y = call(given)
+            y.square().sum().backward()
+            found.append((y, given.grad, model[0].experts.w1.grad.clone()))
+            model.zero_grad()
+        for what, one, other in zip(("y", "x", "w1"), *found, strict=True):
+            assert_bits_equal(other, one, f"{what}, routing {step}")
+    assert len(graphs) == 1
+
+
+# --- expert parallelism -----------------------------------------------------------------------------------------------
+
+
+def _train(found: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output, input gradient and parameters' gradients of one step on tokens x."""
+    given = x.clone().requires_grad_()
+    y = found(given)
+    (y.float().square() * torch.arange(1.0, 65)).sum().backward()
+    return {"y": y.detach(), "x": given.grad} | {name: p.grad for name, p in found.named_parameters()}
+
+
+# Recipe -> how far gradients that are summed over ranks may be from one process's, of their norm: each rank rounds to
+# bf16, and in FP8 the weight gradients of shared experts take scales from a rank's own tokens.
+DISTANCE = {"bf16": 0.01, "rowwise": 0.12}
+
+
+def _layer_and_tokens(recipe: str) -> tuple[MoE, torch.Tensor]:
+    """Most tokens are alike and choose the same experts: uneven blocks, and experts of nobody."""
+    found = layer(shared=1)
+    if recipe != "bf16":
+        convert_to_float8(nn.Sequential(found), recipe, detected=simulated("gfx942"))
+    x = normal(24, 64)
+    x[:14] = x[:1]
+    return found, x
+
+
+def _rank(rank: int, size: int, folder: str) -> None:
+    """One process of expert-parallel steps; writes what it found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        results = {}
+        for recipe in DISTANCE:
+            found, x = _layer_and_tokens(recipe)
+            found.expert_parallel(dist.group.WORLD)
+            gradients = _train(found, x[:16] if rank == 0 else x[16:])
+            for name, gradient in gradients.items():
+                if name.startswith(("router", "shared")):
+                    dist.all_reduce(gradient)
+            results[recipe] = (gradients, found.router.load)
+        torch.save(results, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_expert_parallel(tmp_path: Path) -> None:
+    """Two ranks with half of the experts and uneven tokens give one process's outputs and gradients, a parameter each.
+
+    An expert's gradient is the sum over the tokens of both ranks, neither more nor less: multiplied by the degree it
+    would leave the loss curve as it is.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(rank, 2, str(tmp_path))) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+        assert process.exitcode == 0
+    both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for recipe, distance in DISTANCE.items():
+        found, x = _layer_and_tokens(recipe)
+        expected = _train(found, x)
+        ranks, loads = zip(*(results[recipe] for results in both), strict=True)
+        assert (loads[0] + loads[1]).tolist() == found.router.load.tolist()
+        for name in ("y", "x", "experts.w1", "experts.w2", "experts.w3"):
+            assert_bits_equal(expected[name], torch.cat([rank[name] for rank in ranks]), f"{recipe}: {name}")
+        summed = [name for name in expected if name.startswith(("router", "shared"))]
+        assert len(summed) == 4
+        for name in summed:
+            apart = (ranks[0][name] - expected[name]).norm() / expected[name].norm()
+            assert float(apart) <= distance, f"{recipe}: {name} is {float(apart):.3f} of its norm apart"
+
+
+def test_degree_that_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight experts over three ranks are refused before a parameter is cut."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    with pytest.raises(ValueError, match="8 experts do not divide over 3 ranks; expected a multiple; choose another"):
+        layer().expert_parallel(object())

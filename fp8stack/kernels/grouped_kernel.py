@@ -300,15 +300,15 @@ def _pointers(pointer, outer, depth, limit, stride, BLOCK: tl.constexpr, BLOCK_K
 
 @jit
 def _load_step(
-    pointers, left, limit, UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ALONG: tl.constexpr,
-    WHOLE: tl.constexpr,
+    pointers, left, limit, UNIT: tl.constexpr, DEPTH_UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALONG: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The tile at pointers, zero from depth `left` on (a multiple of UNIT elements), and as _pointers says."""
+    """The tile at pointers, zero from depth `left` on, and as _pointers says. DEPTH_UNIT divides `left`."""
     if ALONG:
         if WHOLE:
             return tl.load(pointers)
         else:
-            inside = tl.arange(0, BLOCK_K) < left // UNIT * UNIT
+            inside = tl.arange(0, BLOCK_K) < left // DEPTH_UNIT * DEPTH_UNIT
             return tl.load(pointers, mask=inside[None, :], other=0.0)
     else:
         inside = tl.arange(0, BLOCK) < limit // UNIT * UNIT
@@ -353,7 +353,9 @@ def _grouped_kernel(
     DIES: tl.constexpr,
 ):
     """TMA: "none"; "tensor", descriptors of the whole tensors; "group", of a tile's group. WHOLE: no step of BLOCK_K
-    passes the end of the contraction. UNIT: elements of 16 bytes, which divide pitches and depths."""
+    passes the end of the contraction. UNIT: elements of 16 bytes, which divide pitches and, in the rows, depths."""
+    # Groups of bf16 along the contraction end anywhere: a mask in whole units would lose their last rows.
+    DEPTH_UNIT: tl.constexpr = UNIT if IN_ROWS or ALIGNMENT % UNIT == 0 else 1
     program, _ = _program(DIES)
     listed += tl.cast(program, tl.int64) * capacity * LISTED
     mine = tl.load(listed + 7)
@@ -403,8 +405,10 @@ def _grouped_kernel(
         for step in range(0, steps):
             at = step * BLOCK_K
             if TMA == "none":
-                left = _load_step(a_at, depth - at, ROWS - a_row, UNIT, BLOCK_M, BLOCK_K, A_ALONG, WHOLE)
-                right = _load_step(b_at, depth - at, COLUMNS - column, UNIT, BLOCK_N, BLOCK_K, B_ALONG, WHOLE)
+                left = _load_step(a_at, depth - at, ROWS - a_row, UNIT, DEPTH_UNIT, BLOCK_M, BLOCK_K, A_ALONG, WHOLE)
+                right = _load_step(
+                    b_at, depth - at, COLUMNS - column, UNIT, DEPTH_UNIT, BLOCK_N, BLOCK_K, B_ALONG, WHOLE
+                )
                 a_at += BLOCK_K if A_ALONG else BLOCK_K * a_stride
                 b_at += BLOCK_K if B_ALONG else BLOCK_K * b_stride
             else:
@@ -486,9 +490,12 @@ def _element(dtype: torch.dtype) -> dict[str, object]:
     return {"TYPE": None, "DECODE": (fmt.bias, fmt.mantissa_bits, fmt.nan_codes[0], infinity, fmt.nan_code)}
 
 
-def _tma_mode(row: GroupedConfig, in_rows: bool, b_along: bool, whole: bool) -> str:
-    """The kernel's TMA: whole tensors where no step passes the end of what it may read, else a group at a time."""
-    if not row.tma:
+def _tma_mode(row: GroupedConfig, in_rows: bool, b_along: bool, whole: bool, starts_apart: bool) -> str:
+    """The kernel's TMA: whole tensors where no step passes the end of what it may read, else a group at a time.
+
+    starts_apart: a contiguous contraction whose groups do not start at multiples of 16 bytes; Triton's descriptors do.
+    """
+    if not row.tma or starts_apart:
         return "none"
     if in_rows:
         return "tensor" if b_along or whole else "none"
@@ -510,7 +517,8 @@ def _constexprs(
     alignment: int,
 ) -> dict[str, object]:
     """What _grouped_kernel is compiled for."""
-    tma = _tma_mode(row, in_rows, b_along, whole)
+    starts_apart = not in_rows and (a_along or b_along) and alignment * a.itemsize % 16 != 0
+    tma = _tma_mode(row, in_rows, b_along, whole, starts_apart)
     return {
         "BLOCK_M": row.block_m,
         "BLOCK_N": row.block_n,

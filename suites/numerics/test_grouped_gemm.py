@@ -278,6 +278,8 @@ def paths() -> list[Any]:
         ("bf16", True, (True, False)),
         ("bf16", False, (False, False)),
         ("bf16", False, (True, False)),
+        ("bf16", False, (False, True)),
+        ("bf16", False, (True, True)),
     ):
         for tma in (True, False):
             layout = "".join("k" if one else "m" for one in along)
@@ -291,25 +293,29 @@ def paths() -> list[Any]:
 def test_paths(
     kind: str, in_rows: bool, along: tuple[bool, bool], tma: bool, seed: int, record_property: Record
 ) -> None:
-    """Both loaders, both layouts, whole and partial steps, one and two stores a tile: all give the product (B14)."""
-    sizes = (16, 0, 48)
+    """Both loaders, both layouts, whole and partial steps, one and two stores a tile: all give the product (B14).
+
+    Of bf16 along the contraction the groups end anywhere, and the rows are a multiple of 8: nothing has to be copied.
+    """
+    sizes, tail = ((9, 0, 20, 16), 3) if kind == "bf16" and not in_rows else ((16, 0, 48), 5)
     row = grouped_kernel.GROUPED_CONFIGS["cpu", grouped_kernel.size_class(in_rows, kind)]
     for block_k, split in ((32, 1), (64, 2)):  # 96 and 16 are no multiples of 64; N and K none of a tile
         changed = replace(row, block_m=32, block_n=64, block_k=block_k, tma=tma, flatten=tma, split=split)
-        for alignment in (16, 64) if not in_rows and kind == "fp8" else (16,):
-            arguments = (sizes, 5, N, K, "e4m3fnuz", seed)
+        for alignment in (16,) if in_rows else (16, 64) if kind == "fp8" else (1,):
+            arguments = (sizes, tail, N, K, "e4m3fnuz", seed)
             given = rows_problem(*arguments) if in_rows else contraction_problem(*arguments, alignment)
             a, b, expected, magnitude = given.a, given.b, given.expected, given.magnitude
             scales: tuple[torch.Tensor | None, ...] = (given.inverse_a, given.inverse_b)
+            offs = given.offs
             if kind == "bf16":
                 a, b = (formats.decode(x, "e4m3fnuz").bfloat16() for x in (a, b))
-                expected, magnitude = by_group(a.double(), b.double(), given.offs, in_rows)
+                if not in_rows:
+                    a, b, offs = a[:, : sum(sizes) + tail], b[: sum(sizes) + tail], ends(sizes)
+                expected, magnitude = by_group(a.double(), b.double(), offs, in_rows)
                 a = a.contiguous() if along[0] else a.t().contiguous().t()
                 b = b.transpose(-2, -1).contiguous().transpose(-2, -1) if along[1] else b.contiguous()
                 scales = (None, None)
-            out = grouped_kernel.launch_grouped(
-                a, b, *scales, given.offs, torch.float32, alignment, False, changed, "cpu"
-            )
+            out = grouped_kernel.launch_grouped(a, b, *scales, offs, torch.float32, alignment, False, changed, "cpu")
             allowed = accumulation("triton", "cpu", fp8=True)
             assert_within(expected, magnitude, out, allowed, f"{block_k}_{split}_{alignment}", record_property)
 
@@ -508,6 +514,32 @@ def test_bf16_products(form: str, suffix: str, device: str, seed: int, record_pr
             assert int(torch.count_nonzero(out[sum(sizes) :])) == 0
         else:
             assert int(torch.count_nonzero(out[[size == 0 for size in sizes]])) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tail", "pad"),
+    [
+        pytest.param(sizes, tail, pad, id=f"grouped_mm-bf16-{name}{'-pad' if pad else ''}")
+        for name, sizes, tail in (("k-aligned", (9, 0, 20, 16), 3), ("k-copied", (9, 0, 20, 16), 0))
+        for pad in (False, True)
+    ],
+)
+def test_bf16_contiguous_along_the_contraction(
+    sizes: tuple[int, ...], tail: int, pad: bool, device: str, seed: int, record_property: Record
+) -> None:
+    """Operands that are contiguous along the contraction, or that pad=True makes so: groups still end where they do.
+
+    Rows that are a multiple of 8 are read as they lie, others are copied first.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    m, n, k = sum(sizes) + tail, N - 3 * pad, K - 3 * pad
+    a, b = normal((n, m), generator), normal((k, m), generator).t()
+    expected, magnitude = by_group(a.double(), b.double(), ends(sizes), False)
+    for backend in bf16_backends(device):
+        for layout, left in (("k", a), ("m", a.t().contiguous().t())):
+            out = grouped_mm(left.to(device), b.to(device), ends(sizes).to(device), backend=backend, pad=pad)
+            allowed = accumulation(backend, device, fp8=False)
+            assert_within(expected, magnitude, out, allowed, f"{backend}_{layout}", record_property)
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,10 @@ _TABLE: tuple[tuple[Sequence[str] | None, bool | None, bool | None, bool | None,
 )
 
 # bf16, likewise.
-_TABLE_BF16: tuple[tuple[Sequence[str] | None, bool | None, str], ...] = (
-    # targets, groups in the rows -> backend
-    (_TORCH_BF16, True, "torch"),
-    (None, None, "triton"),  # torch's product along the contraction asserts unless groups are multiples of 8
+_TABLE_BF16: tuple[tuple[Sequence[str] | None, bool | None, bool | None, str], ...] = (
+    # targets, groups in the rows, bf16 out -> backend
+    (_TORCH_BF16, True, True, "torch"),
+    (None, None, None, "triton"),  # torch's product along the contraction asserts unless groups are multiples of 8
 )
 
 
@@ -107,15 +107,16 @@ def choose_backend(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype = to
     )
 
 
-def choose_backend_bf16(a: torch.Tensor, in_rows: bool) -> str:
+def choose_backend_bf16(a: torch.Tensor, in_rows: bool, out_dtype: torch.dtype = torch.bfloat16) -> str:
     """The backend for two bf16 operands on their device; float32 runs the reference everywhere."""
     if a.dtype == torch.float32:
         return "reference"
     target = device.detect(a.device).target
     if target.vendor == "cpu":
         return _on_cpu()
-    for targets, rows, backend in _TABLE_BF16:
-        if (targets is None or target.name in targets) and rows in (None, in_rows):
+    narrow = out_dtype == torch.bfloat16
+    for targets, rows, is_narrow, backend in _TABLE_BF16:
+        if (targets is None or target.name in targets) and rows in (None, in_rows) and is_narrow in (None, narrow):
             return backend
     raise AssertionError("the last row of _TABLE_BF16 matches everything")
 
@@ -481,7 +482,7 @@ def grouped_scaled_mm(
 )
 def _grouped_mm(a, b, offs, out_dtype, backend):
     in_rows = b.dim() == 3
-    backend = backend or choose_backend_bf16(a, in_rows)
+    backend = backend or choose_backend_bf16(a, in_rows, out_dtype)
     launch.record("grouped_mm", backend)
     _check_offs(offs, a.shape[0 if in_rows else 1], 1)
     if 0 in (*a.shape, *b.shape):

@@ -90,26 +90,54 @@ def test_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "in_rows", "expected"),
+    ("target", "in_rows", "out_dtype", "expected"),
     [
         pytest.param(
-            target, in_rows, expected, id=f"grouped_mm-backend-{target}-{'rows' if in_rows else 'contraction'}"
+            target,
+            in_rows,
+            out_dtype,
+            expected,
+            id=f"grouped_mm-backend-{target}-{'rows' if in_rows else 'contraction'}-{str(out_dtype).split('.')[1]}",
         )
-        for target, in_rows, expected in (
-            ("sm_90", True, "torch"),
-            ("sm_90", False, "triton"),  # torch's asserts on the device unless groups are multiples of 8
-            ("gfx942", True, "triton"),
-            ("gfx942", False, "triton"),
-            ("gfx90a", True, "triton"),
-            ("cpu", True, "reference"),
+        for target, in_rows, out_dtype, expected in (
+            ("sm_90", True, torch.bfloat16, "torch"),
+            ("sm_90", True, torch.float32, "triton"),  # torch's gives bf16 only
+            ("sm_100", True, torch.float32, "triton"),
+            (
+                "sm_90",
+                False,
+                torch.bfloat16,
+                "triton",
+            ),  # torch's asserts on the device unless groups are multiples of 8
+            ("gfx942", True, torch.bfloat16, "triton"),
+            ("gfx942", False, torch.bfloat16, "triton"),
+            ("gfx90a", True, torch.bfloat16, "triton"),
+            ("cpu", True, torch.bfloat16, "reference"),
         )
     ],
 )
-def test_backend_bf16(target: str, in_rows: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_bf16(
+    target: str, in_rows: bool, out_dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bf16: torch where its own rules allow, our kernel elsewhere; float32 the reference everywhere."""
     monkeypatch.setattr(device, "detect", lambda where=None: detected(target, None))
-    assert expected == choose_backend_bf16(torch.empty(1, dtype=torch.bfloat16), in_rows)
-    assert choose_backend_bf16(torch.empty(1), in_rows) == "reference"
+    assert expected == choose_backend_bf16(torch.empty(1, dtype=torch.bfloat16), in_rows, out_dtype)
+    assert choose_backend_bf16(torch.empty(1), in_rows, out_dtype) == "reference"
+
+
+def test_backend_bf16_knows_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grouped_mm asks for the backend of the output that it was asked for."""
+    asked: list[torch.dtype] = []
+
+    def choose(a: torch.Tensor, in_rows: bool, out_dtype: torch.dtype) -> str:
+        asked.append(out_dtype)
+        return "reference"
+
+    monkeypatch.setattr(grouped_gemm, "choose_backend_bf16", choose)
+    a, b = torch.ones(4, 16).bfloat16(), torch.ones(2, 16, 16).bfloat16()
+    for out_dtype in (torch.float32, torch.bfloat16):
+        assert grouped_mm(a, b, ends(2, 2), out_dtype).dtype == out_dtype
+    assert asked == [torch.float32, torch.bfloat16]
 
 
 def test_configurations() -> None:

@@ -175,6 +175,25 @@ def test_unaligned_groups_are_named() -> None:
     assert grouped_mm(a.float(), b.float(), offs).shape == (4, 32, 48)  # high precision takes any
 
 
+def test_bad_offs_are_seen_before_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pad=True clamps ends as it moves groups: where FP8STACK_CHECK=1 bad ones raise first, in a compiled graph too."""
+    bad, m = torch.tensor([32, 16, 200], dtype=torch.int32), 64
+    arguments = (codes(16, m), codes(16, m, seed=1).t(), ONE, ONE)
+
+    def padded(offs: torch.Tensor) -> torch.Tensor:
+        return grouped_scaled_mm(*arguments, offs, torch.float32, pad=True)
+
+    compiled = torch.compile(padded, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.delenv(CHECK, raising=False)
+    expected = padded(torch.tensor([32, 32, 64], dtype=torch.int32))
+    for call in (padded, compiled):
+        assert_bits_equal(expected, call(bad), "unchecked, as clamped")
+    monkeypatch.setenv(CHECK, "1")
+    for call in (padded, compiled):
+        with pytest.raises(ValueError, match="group 1 ends at 16, but the group before it ends at 32"):
+            call(bad)
+
+
 @pytest.mark.parametrize(
     "given", [pytest.param(name, id=f"grouped_gemm-offs-{name}") for name in ("int64", "length", "2d")]
 )
@@ -476,6 +495,7 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
         x, w, dy = torch.ones(m, 16).bfloat16(), torch.ones(e, 16, 8).bfloat16(), torch.ones(m, 8).bfloat16()
         torch.library.opcheck(op_bf16, (x, w, offs, torch.bfloat16, None))
         torch.library.opcheck(op_bf16, (dy.t(), x, offs, torch.float32, None))
+        torch.library.opcheck(torch.ops.fp8stack.checked_offs.default, (offs, m))
 
 
 def test_single_scale_is_spread() -> None:

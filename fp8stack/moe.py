@@ -38,6 +38,7 @@ Not here: the model around it (models.py), sharding of experts' parameters over 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -53,7 +54,7 @@ from fp8stack.formats import Format
 from fp8stack.kernels import groups
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
-from fp8stack.kernels.grouped_gemm import grouped_mm, grouped_scaled_mm, require_good_offs
+from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, require_good_offs
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
 from fp8stack.linear import ALIGNMENT, Convertible, Linear, Plan, wide_dtype
@@ -505,11 +506,38 @@ def choose(scores_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
     return scores_TE.topk(routing.top_k, dim=1).indices
 
 
+@torch.library.custom_op(
+    "fp8stack::settled_choices", mutates_args=(), schema="(Tensor chosen_TK, int experts) -> Tensor"
+)
+def _settled_choices(chosen_TK, experts):
+    """Choices (R,), `experts` for nobody: an op, so that a compiled graph checks them too, and when it runs."""
+    known = (chosen_TK >= 0) & (chosen_TK < experts)
+    if os.environ.get(CHECK) == "1" and not bool((known | (chosen_TK == -1)).all()):
+        token, choice = (~known & (chosen_TK != -1)).nonzero()[0].tolist()
+        raise ValueError(
+            f"token {token} chose expert {int(chosen_TK[token, choice])} of {experts}; expected 0 to {experts - 1}, or "
+            "-1 for nobody; look at the router that chose"
+        )
+    return torch.where(known, chosen_TK, experts).flatten()
+
+
+@_settled_choices.register_fake
+def _(chosen_TK, experts):
+    return torch.empty_like(chosen_TK, memory_format=torch.contiguous_format).flatten()
+
+
+def _counted(flat_R: torch.Tensor, experts: int) -> torch.Tensor:
+    ones = torch.ones_like(flat_R)
+    return torch.zeros(experts + 1, dtype=torch.int64, device=flat_R.device).scatter_add_(0, flat_R, ones)[:experts]
+
+
 def counted(chosen_TK: torch.Tensor, experts: int) -> torch.Tensor:
-    """How often each expert was chosen, int64 (E,); -1 stands for nobody. Does not wait for the device."""
-    flat = torch.where(chosen_TK < 0, experts, chosen_TK).flatten()
-    ones = torch.ones_like(flat)
-    return torch.zeros(experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)[:experts]
+    """How often each expert was chosen, int64 (E,). Does not wait for the device.
+
+    -1 stands for nobody, and so does every other number that is no expert's; where FP8STACK_CHECK=1 those raise
+    ValueError, which waits.
+    """
+    return _counted(_settled_choices(chosen_TK, experts), experts)
 
 
 # ------------------------------------------------------------------------------------------------ dispatch and combine
@@ -523,12 +551,12 @@ class Order:
 
 
 def sort_by_expert(chosen_TK: torch.Tensor, experts: int) -> Order:
-    """The order of rows: by expert, then by token; choices of nobody (-1) last, past the last end."""
-    flat = torch.where(chosen_TK < 0, experts, chosen_TK).flatten()
-    order_R = flat.sort(stable=True).indices
+    """The order of rows: by expert, then by token; choices of nobody, as in `counted`, last, past the last end."""
+    flat_R = _settled_choices(chosen_TK, experts)
+    order_R = flat_R.sort(stable=True).indices
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    return Order(order_R, inverse_R, counted(chosen_TK, experts).cumsum(0).to(torch.int32))
+    return Order(order_R, inverse_R, _counted(flat_R, experts).cumsum(0).to(torch.int32))
 
 
 class _Dispatch(torch.autograd.Function):

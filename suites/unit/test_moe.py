@@ -19,6 +19,7 @@ from torch import nn
 from fp8stack import device, moe
 from fp8stack.device import Detected
 from fp8stack.kernels import launch
+from fp8stack.kernels.grouped_gemm import CHECK
 from fp8stack.linear import RECIPES, convert_to_float8
 from fp8stack.metrics import CodeCounter
 from fp8stack.moe import (
@@ -162,6 +163,25 @@ def test_every_choice_becomes_one_row() -> None:
     weights = torch.where(chosen < 0, 0.0, 1.0)
     back = combine(dispatch(x, order), weights, order)
     assert back[:, 0].tolist() == [0.0, 1.0, 4.0, 3.0]  # once for each choice
+
+
+def test_experts_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is no expert's counts as nobody, and no memory beside the counts is written; checked, it raises."""
+    monkeypatch.delenv(CHECK, raising=False)
+    wrong, right = torch.tensor([[2, 5], [-7, 2], [4, 1 << 40]]), torch.tensor([[2, -1], [-1, 2], [4, -1]])
+    calls = (counted, lambda chosen, experts: sort_by_expert(chosen, experts).order_R)
+    compiled = [torch.compile(call, fullgraph=True, dynamic=False, backend="aot_eager") for call in calls]
+    for call in (*calls, *compiled):
+        assert call(right, 5).tolist() == call(wrong, 5).tolist()
+    assert sort_by_expert(wrong, 5).offs_E.tolist() == [0, 0, 2, 2, 3]
+    monkeypatch.setenv(CHECK, "1")
+    for call in (*calls, *compiled):
+        call(right, 5)
+        with pytest.raises(ValueError, match=r"^token 0 chose expert 5 of 5; expected 0 to 4, or -1 for nobody; look"):
+            call(wrong, 5)
+        with pytest.raises(ValueError, match=r"^token 1 chose expert -7 of 5"):
+            call(torch.where(wrong > 4, 0, wrong), 5)
+    torch.library.opcheck(torch.ops.fp8stack.settled_choices.default, (right, 5))
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(4, id="moe-one-expert"), pytest.param(0, id="moe-no-tokens")])

@@ -38,6 +38,7 @@ Not here: the model around it (models.py), sharding of experts' parameters over 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -340,6 +341,21 @@ def swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate_RF.to(wide)) * up_RF.to(wide)).to(gate_RF.dtype)
 
 
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast computes in on the device of x; None where it is off, or unknown, as on the meta device."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 class GroupedExperts(Convertible):
     """SwiGLU experts on rows sorted by expert: w2(silu(w1 x) * (w3 x)).
 
@@ -358,7 +374,11 @@ class GroupedExperts(Convertible):
         self.plan: ExpertPlan | None = None
 
     def forward(self, rows_RD: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
-        """(R,D) -> (R,D), in the dtype of the rows; offs int32 (E,). Rows past offs[-1] come out as zero."""
+        """(R,D) -> (R,D), in the dtype of the rows; offs int32 (E,). Rows past offs[-1] come out as zero.
+
+        Under autocast in its dtype, as a linear of torch.
+        """
+        rows_RD = rows_RD.to(_autocast_dtype(rows_RD) or rows_RD.dtype)
         w1, w2, w3 = (weight.to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
         if self.plan is None:
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
@@ -470,9 +490,10 @@ class Router(nn.Module):
         self.load.zero_()
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(T,D) -> experts int64 (T,K) and weights (T,K), wide."""
+        """(T,D) -> experts int64 (T,K) and weights (T,K), wide, under autocast too: rounded scores choose others."""
         routing, wide = self.routing, wide_dtype(x_TD)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(x_TD.dtype).to(wide))
+        with _without_autocast(x_TD):
+            logits_TE = F.linear(x_TD.to(wide), self.weight.to(x_TD.dtype).to(wide))
         scores_TE = logits_TE.sigmoid() if routing.score == "sigmoid" else logits_TE.softmax(dim=-1)
         chosen_TK = choose(scores_TE.detach() + self.bias.to(wide), routing)
         weights_TK = scores_TE.gather(1, chosen_TK)
@@ -707,7 +728,7 @@ class MoE(nn.Module):
         y_TD = combine(y_RD, weights_TK, order)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
-        return y_TD.view(x.shape)
+        return y_TD.view(x.shape).to(x.dtype)
 
     @torch.no_grad()
     def expert_parallel(self, group: dist.ProcessGroup) -> None:

@@ -249,6 +249,49 @@ def test_layer_against_a_loop(routing: Routing, shared: int) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def test_router_stays_wide_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices and weights under autocast have the bits of those outside.
+
+    Autocast leaves float64 alone, which is wide on a CPU, so the wide dtype of a GPU is put in its place.
+    """
+    monkeypatch.setattr(moe, "wide_dtype", lambda x: torch.float32)
+    for routing in (SIGMOID, SOFTMAX):
+        router, x = filled(Router(64, routing)), normal(200, 64)
+        chosen, weights = router(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = router(x)
+        assert weights.dtype == found[1].dtype == torch.float32
+        assert chosen.tolist() == found[0].tolist()
+        assert_bits_equal(weights, found[1], "weights of the chosen")
+    with torch.device("meta"):  # which autocast does not know
+        assert Router(64, SOFTMAX)(torch.empty(5, 64))[0].shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, id=f"moe-autocast-{recipe}") for recipe in ("none", "rowwise")]
+)
+def test_experts_take_the_dtype_of_autocast(recipe: str) -> None:
+    """float32 rows under autocast to bf16 are computed as bf16 ones; a layer answers in the dtype of its tokens."""
+    found = layer(shared=1)
+    if recipe != "none":
+        convert_to_float8(nn.Sequential(found), recipe, detected=simulated("gfx942"))
+    x, offs = normal(16, 64, dtype=torch.float32), torch.tensor([3, 3, 9, 9, 9, 12, 16, 16], dtype=torch.int32)
+    expected = found.experts(x.bfloat16(), offs)
+    compiled = torch.compile(found.experts, fullgraph=True, dynamic=False, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for call in (found.experts, compiled):
+            assert_bits_equal(expected, call(x, offs), "experts")
+        given = x.clone().requires_grad_()
+        y = found(given)
+    assert y.dtype == torch.float32
+    y.square().sum().backward()
+    assert given.grad.dtype == torch.float32
+    assert bool(given.grad.isfinite().all())
+
+
 # --- conversion -------------------------------------------------------------------------------------------------------
 
 

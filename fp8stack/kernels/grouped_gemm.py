@@ -76,7 +76,7 @@ _TABLE_BF16: tuple[tuple[Sequence[str] | None, bool | None, bool | None, str], .
 
 
 def _on_cpu() -> str:
-    return launch.implementation(torch.empty(0))
+    return launch.implementation(torch.empty(0, device="cpu"))  # whatever the default device is
 
 
 def choose_backend(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> str:
@@ -374,11 +374,6 @@ def call_torch(
 
 
 def _torch(a, b, inverse_scale_a, inverse_scale_b, offs, out_dtype, alignment, fast_accum):
-    if out_dtype != torch.bfloat16:
-        raise ValueError(
-            f"out_dtype is {out_dtype}; torch's grouped products give bfloat16 only; take torch.bfloat16, or "
-            "backend='triton'"
-        )
     m = a.shape[0] if b.dim() == 3 else a.shape[1]
     a, b = grouped_kernel.operand(a)[0], grouped_kernel.operand(b.transpose(-2, -1))[0].transpose(-2, -1)
     out = call_torch(a, b, inverse_scale_a, inverse_scale_b, settled(offs, m, alignment), fast_accum)
@@ -402,6 +397,8 @@ def _grouped_scaled_mm(
 ):
     # Codes arrive as uint8: torch.library.opcheck compares inputs with operators that float8 tensors lack (torch 2.13).
     a, b = a.view(formats.get(fmt_a).dtype), b.view(formats.get(fmt_b).dtype)
+    if backend is not None:
+        _require_runs(backend, a, b, out_dtype)
     backend = backend or choose_backend(a, b, out_dtype)
     launch.record("grouped_scaled_mm", backend)
     in_rows = b.dim() == 3
@@ -494,6 +491,8 @@ def grouped_scaled_mm(
 )
 def _grouped_mm(a, b, offs, out_dtype, backend):
     in_rows = b.dim() == 3
+    if backend is not None:
+        _require_runs(backend, a, b, out_dtype)
     backend = backend or choose_backend_bf16(a, in_rows, out_dtype)
     launch.record("grouped_mm", backend)
     _check_offs(offs, a.shape[0 if in_rows else 1], 1)
@@ -596,6 +595,47 @@ def _check_backend(backend: str, a: torch.Tensor) -> None:
         raise ValueError(
             f"backend 'simulated' was asked for, but {device.OVERRIDE} does not set another arch than this device's; "
             f"expected it only while simulating; set {device.OVERRIDE}, for example {device.OVERRIDE}=gfx942"
+        )
+
+
+def _require_runs(backend: str, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> None:
+    """Raise for a backend that was asked for and that cannot multiply these operands on their device.
+
+    ValueError where it has no product like that at all, UnsupportedDtype where it lacks the formats alone.
+    """
+    if backend == "torch" and out_dtype != torch.bfloat16:
+        raise ValueError(
+            f"out_dtype is {out_dtype}; torch's grouped products give bfloat16 only; take torch.bfloat16, or "
+            "backend='triton'"
+        )
+    if backend not in ("torch", "triton"):
+        return
+    target, fp8 = device.detect(a.device).target, a.itemsize == 1
+    if target.vendor == "cpu":
+        if backend == "triton" and _on_cpu() != "triton":
+            raise ValueError(
+                "backend 'triton' was asked for on a CPU that does not interpret; expected a GPU, or "
+                "TRITON_INTERPRET=1 before triton is imported; pass backend='reference', or None for the table's choice"
+            )
+        if backend == "torch" and fp8:
+            raise ValueError(
+                "backend 'torch' was asked for FP8 on a CPU, where torch has no such product; expected 'triton' while "
+                "interpreting, or 'reference'; pass one, or None for the table's choice"
+            )
+        return
+    if not fp8:
+        return
+    if not target.native_fp8_matmul or (backend == "torch" and target.name not in _TORCH_FP8):
+        raise ValueError(
+            f"backend {backend!r} was asked for FP8 on {target.name}, where it has no such product; expected "
+            f"{', '.join(_TORCH_FP8) if backend == 'torch' else 'a GPU with FP8 matrix instructions'}; pass None for "
+            "the table's choice"
+        )
+    takes = (target.e4m3,) if backend == "torch" else (target.e4m3, target.e5m2)
+    if any(formats.get(x.dtype).name not in takes for x in (a, b)):
+        raise formats.UnsupportedDtype(
+            f"backend {backend!r} cannot multiply {a.dtype} by {b.dtype} on {target.name}; expected "
+            f"{' or '.join(takes)} there; pass backend='reference', or None for the table's choice"
         )
 
 

@@ -140,6 +140,58 @@ def test_backend_bf16_knows_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [torch.float32, torch.bfloat16]
 
 
+def test_backend_whatever_the_default_device() -> None:
+    """A model that is built under torch.device("meta") chooses the backend of a CPU for tensors that are on one."""
+    a, b = codes(16, 16), codes(1, 16, 16).transpose(1, 2)
+    with torch.device("meta"):
+        assert choose_backend(a, b) == "reference"
+        assert choose_backend_bf16(torch.empty(1, dtype=torch.bfloat16, device="cpu"), True) == "reference"
+
+
+# (target, backend that was asked for, formats of a and b) -> error and its words; None: it runs.
+ASKED_FOR: dict[str, tuple[str, str, str, str, type[Exception] | None, str]] = {
+    "cpu-torch": ("cpu", "torch", "e4m3fn", "e4m3fn", ValueError, "FP8 on a CPU"),
+    "cpu-triton": ("cpu", "triton", "e4m3fn", "e4m3fn", ValueError, "CPU that does not interpret"),
+    "cpu-bf16-triton": ("cpu", "triton", "bf16", "bf16", ValueError, "CPU that does not interpret"),
+    "cpu-bf16-torch": ("cpu", "torch", "bf16", "bf16", None, ""),
+    "cpu-reference": ("cpu", "reference", "e4m3fnuz", "e5m2", None, ""),
+    "hopper-triton-foreign": ("sm_90", "triton", "e4m3fn", "e4m3fnuz", UnsupportedDtype, "float8_e4m3fnuz on sm_90"),
+    "mi300x-triton-foreign": (
+        "gfx942",
+        "triton",
+        "e4m3fn",
+        "e4m3fn",
+        UnsupportedDtype,
+        "expected e4m3fnuz or e5m2fnuz",
+    ),
+    "mi300x-torch-e5m2": ("gfx942", "torch", "e5m2fnuz", "e4m3fnuz", UnsupportedDtype, "expected e4m3fnuz there"),
+    "emulated-triton": ("gfx90a", "triton", "e4m3fn", "e4m3fn", ValueError, "'triton' was asked for FP8 on gfx90a"),
+    "ada-torch": ("sm_89", "torch", "e4m3fn", "e4m3fn", ValueError, "'torch' was asked for FP8 on sm_89"),
+    "foreign-reference": ("sm_90", "reference", "e4m3fnuz", "e4m3fnuz", None, ""),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"grouped_gemm-asked-for-{name}") for name in ASKED_FOR])
+def test_backend_that_was_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is named and cannot run here is refused before anything is launched, and says what would."""
+    target, backend, left, right, error, words = ASKED_FOR[name]
+    monkeypatch.setattr(device, "detect", lambda where=None: detected(target, None))
+
+    def call() -> torch.Tensor:
+        if left == "bf16":
+            return grouped_mm(torch.ones(4, 16).bfloat16(), torch.ones(1, 16, 16).bfloat16(), ends(4), backend=backend)
+        a, b = codes(4, 16, fmt=left), codes(1, 16, 16, fmt=right).transpose(1, 2)
+        return grouped_scaled_mm(a, b, ONE, ONE, ends(4), backend=backend)
+
+    if error is None:
+        assert call().shape == (4, 16)
+        return
+    with pytest.raises(error, match=words) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value).count("; ") == 2, "what; expected; what next"
+
+
 def test_configurations() -> None:
     """Every target that a table sends to the kernel has its rows; steps in flight fit NVIDIA's shared memory."""
     classes = {grouped_kernel.size_class(in_rows, kind) for in_rows in (True, False) for kind in grouped_kernel.KINDS}

@@ -13,3 +13,9 @@ This file imports nothing, so `import fp8stack` needs neither torch, triton nor 
 """
 
 __version__ = "0.1.0"
+
+import os as _os
+
+# Read when torch is imported: torch's profiler, which counts matrix products in a training step, otherwise prints two
+# lines of its own on stderr each time (seen with torch 2.13).
+_os.environ.setdefault("KINETO_LOG_LEVEL", "5")

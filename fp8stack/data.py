@@ -49,6 +49,10 @@ DIALECTS: tuple[tuple[int, ...], ...] = (
 _CHOICE_OF_NIBBLE = (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 4)
 RING = 256
 
+# The name of this language among the values of --data, and the bytes of a token id in a file.
+SYNTHETIC = "synthetic"
+TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+
 
 def key_of(text: str) -> int:
     """32-bit FNV-1a hash of `text` (UTF-8): how a name becomes the key of a random stream."""

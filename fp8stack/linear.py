@@ -196,8 +196,8 @@ class Plan:
 class _Operand:
     """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions."""
 
-    def __init__(self, x: torch.Tensor, plan: Plan) -> None:
-        self.x, self.plan = x, plan
+    def __init__(self, x: torch.Tensor, plan: Plan, backward: bool = False) -> None:
+        self.x, self.plan, self.backward = x, plan, backward
         self._tensorwise: dict[Cast, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +218,7 @@ class _Operand:
 
     def _count(self, codes: torch.Tensor, fmt: Format) -> None:
         if self.plan.counter is not None:
-            self.plan.counter.observe(codes, fmt)
+            self.plan.counter.observe(codes, fmt, self.backward)
 
 
 def _gemm(
@@ -276,12 +276,14 @@ class _Float8LinearFunction(torch.autograd.Function):
 
         # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
         grad = grad.contiguous()
-        grad_operand = _Operand(grad, plan)
+        grad_operand = _Operand(grad, plan, backward=True)
         grad_x = grad_weight = None
         if need_x:
             casts = plan.recipe.grad_input
             grad_x = _gemm(
-                grad_operand.contracting(1, casts.left), _Operand(weight, plan).contracting(0, casts.right), x.dtype
+                grad_operand.contracting(1, casts.left),
+                _Operand(weight, plan, backward=True).contracting(0, casts.right),
+                x.dtype,
             )
         if need_weight and plan.recipe.grad_weight is None:
             grad_weight = product(widened(grad).t(), widened(x), x.dtype)
@@ -290,9 +292,11 @@ class _Float8LinearFunction(torch.autograd.Function):
             tail = -x.shape[0] % ALIGNMENT
             if tail:  # M is the contraction here; zero rows change neither an amax nor a sum
                 x = nn.functional.pad(x, (0, 0, 0, tail))
-                grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan)
+                grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan, backward=True)
             grad_weight = _gemm(
-                grad_operand.contracting(0, casts.left), _Operand(x, plan).contracting(0, casts.right), x.dtype
+                grad_operand.contracting(0, casts.left),
+                _Operand(x, plan, backward=True).contracting(0, casts.right),
+                x.dtype,
             )
         return grad_x, grad_weight, _grad_bias(grad) if need_bias else None, None
 

@@ -1,10 +1,11 @@
-"""The trainer: config -> device -> model -> FP8 conversion -> weights -> optimiser -> data -> loop -> JSON lines.
+"""The trainer: config -> ranks -> model -> FP8 -> checkpointing -> compile -> FSDP2 -> weights -> optimiser -> loop.
 
     python -m fp8stack.train --model llama3-tiny --recipe rowwise --steps 100 --seed 0 --out DIR
+    torchrun --nproc-per-node 8 -m fp8stack.train --model llama3-8b --recipe rowwise_with_gw_hp ...
 
-One readable path, no registry and no callbacks. A run is a pure function of its configuration and its arch: weights,
-tokens and nudges come from integers (data.py), the order of operations is fixed, nothing reads the clock or torch's
-generators, so a rerun on one machine gives the same bits.
+One readable path, no registry and no callbacks; one process takes the same one as a thousand. A run is a pure function
+of its configuration and its arch: weights, tokens and nudges come from integers (data.py), the order of operations is
+fixed, nothing reads the clock or torch's generators, so a rerun on one machine gives the same bits.
 
 Two machines may not, and a baseline must know how far apart two harmless runs may be. `--nudge i` makes a harmless
 difference: it flips a mantissa bit of one in a thousand initial weights, chosen by i: the last one that bf16, the dtype
@@ -12,41 +13,43 @@ of the products, keeps. (The last bit of the float32 master is rounded away befo
 out identical to run 0, bit by bit.) So run i begins where a harmless change of an operation's order leads: a few
 results in a thousand at the other bf16 neighbour. Run 0 is the configuration as it is.
 
-A non-finite loss or gradient norm stops the run before the optimiser sees it. The step is then repeated with a watch
+The loss is the sum over valid tokens of all ranks and microbatches, divided by their number: never a mean of means. A
+step reads the device once, after the backward pass: loss, gradient norm and code counts, summed over the ranks, in one
+vector. A non-finite loss or norm stops every rank before the optimiser sees it. The step is then repeated with a watch
 on every module (the run is deterministic, so it fails the same way) and the first module whose output, or failing
-that whose gradient, is not finite is named. Normal steps pay nothing for this.
+that whose gradient, is not finite is named, whichever rank saw it. Normal steps pay nothing for this.
 
 Exit codes: 0 done; 1 stopped by a non-finite value; 2 bad input (one line: what, expected, what next).
-
-Not here yet: several processes (parallel.py), checkpoints, token files, compile, throughput accounting.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import record_function
 
 from fp8stack import device as devices
-from fp8stack.data import GENERATOR_VERSION, Batch, SyntheticTokens, random_bits, random_signs
-from fp8stack.linear import RECIPES, Conversion, convert_to_float8, wide_dtype
-from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines
-from fp8stack.models import HIGH_PRECISION, MODELS, Transformer, model_named
+from fp8stack import parallel
+from fp8stack.config import BF16, ConfigError, TrainConfig, learning_rate
+from fp8stack.data import Batch, SyntheticTokens, random_bits, random_signs
+from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
+from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
+from fp8stack.models import HIGH_PRECISION, Transformer, local_part
+from fp8stack.parallel import GemmCounter, GemmCounts, World
 
-BF16 = "bf16"
 DIGEST_STEPS = (1, 2, 3)
 IGNORED_LABEL = -100
 # One in so many weights is nudged.
@@ -55,10 +58,6 @@ NUDGE_PERIOD = 1000
 NUDGED_BIT = 16
 # float32 weight, gradient and two AdamW moments.
 BYTES_A_PARAMETER = 16
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message is one line: what, expected, what next."""
 
 
 class NonFiniteError(RuntimeError):
@@ -70,91 +69,6 @@ class NonFiniteError(RuntimeError):
             "look at that module's inputs and weights, or lower the learning rate"
         )
         self.step, self.module = step, module
-
-
-# -------------------------------------------------------------------------------------------------------- configuration
-def _option(default: Any, told: str, hashed: bool = True) -> Any:
-    """A field of TrainConfig: its default, what --help says of it, and whether it is part of the hash."""
-    return field(default=default, metadata={"help": told, "hashed": hashed})
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Everything that decides a run. Fields above the line change its numerics and make up `hash`; others do not."""
-
-    model: str = _option("llama3-tiny", f"one of: {', '.join(MODELS)}")
-    recipe: str = _option(BF16, f"one of: {', '.join((BF16, *RECIPES))}")
-    steps: int = _option(100, "optimiser steps")
-    seed: int = _option(0, "of weights and text")
-    batch: int = _option(8, "sequences a step")
-    seq: int = _option(128, "tokens a sequence")
-    lr: float = _option(3e-3, "learning rate at the end of the warm-up")
-    min_lr_ratio: float = _option(0.1, "of lr, at the last step of the cosine")
-    warmup: int = _option(10, "steps of linear warm-up")
-    schedule: str = _option("cosine", "after the warm-up: cosine or constant")
-    beta1: float = _option(0.9, "of AdamW")
-    beta2: float = _option(0.95, "of AdamW")
-    eps: float = _option(1e-8, "of AdamW")
-    weight_decay: float = _option(0.1, "on matrices only")
-    clip: float = _option(1.0, "largest global gradient norm")
-    # ---- not in the hash
-    nudge: int = _option(0, "which harmless change of the initial weights; 0: none", hashed=False)
-    device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=False)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot run, with one line that names the option."""
-        for name, known in (("model", MODELS), ("recipe", (BF16, *RECIPES)), ("schedule", _SCHEDULES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} '{getattr(self, name)}' does not exist; expected one of: {', '.join(known)}; "
-                    "choose one of these"
-                )
-        for name, low in (("steps", 1), ("batch", 1), ("seq", 1), ("warmup", 0), ("nudge", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-                raise ConfigError(f"{name} is {value!r}; expected an integer from {low} to 2^32 - 1; correct --{name}")
-        for name, low, high in (
-            ("lr", 0.0, 1e3),
-            ("min_lr_ratio", 0.0, 1.0),
-            ("beta1", 0.0, 1.0 - 1e-9),
-            ("beta2", 0.0, 1.0 - 1e-9),
-            ("eps", 0.0, 1.0),
-            ("weight_decay", 0.0, 1e3),
-            ("clip", 1e-9, 1e9),
-        ):
-            value = getattr(self, name)
-            if not (isinstance(value, float | int) and low <= value <= high):  # written so that NaN is refused
-                option = name.replace("_", "-")
-                raise ConfigError(
-                    f"{name} is {value!r}; expected a number from {low:g} to {high:g}; correct --{option}"
-                )
-
-    def hashed(self) -> dict[str, Any]:
-        """The fields that change numerics, the sizes behind the model's name and the generator's version."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("hashed", True)}
-        return {**fields, "sizes": dataclasses.asdict(model_named(self.model)), "generator": GENERATOR_VERSION}
-
-    @property
-    def hash(self) -> str:
-        """16 hex digits over `hashed()`: equal means the same computation was asked for."""
-        text = json.dumps(self.hashed(), sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _cosine(config: TrainConfig, step: int) -> float:
-    """Factor of lr at `step` (from 1): from 1 after the warm-up to min_lr_ratio at the last step."""
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-_SCHEDULES: dict[str, Callable[[TrainConfig, int], float]] = {"cosine": _cosine, "constant": lambda config, step: 1.0}
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of `step` (from 1): linear warm-up, then the schedule."""
-    if step <= config.warmup:
-        return config.lr * step / config.warmup
-    return config.lr * _SCHEDULES[config.schedule](config, step)
 
 
 # -------------------------------------------------------------------------------------------------------------- results
@@ -210,23 +124,30 @@ class Result:
 class Trainer:
     """A model, an optimiser and a stream of tokens, ready for step 1. `run` below is the usual way in.
 
-    Raises ConfigError where the device is not here or too small, UnknownArch where it has no row of formats.
+    Raises ConfigError where the device is not here or too small or the ranks do not divide the batch, UnknownArch where
+    the device has no row of formats.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.device = _resolve_device(config.device)
+        self.world = parallel.join(config.device)
+        self.device = self.world.device
         self.detected = devices.detect(self.device)
-        _check_memory(config, self.device)
-        size = model_named(config.model)
+        _check_shares(config, self.world.size)
+        _check_memory(config, self.world)
         with torch.device("meta"):
-            self.model = Transformer(size)
-        self.counter = CodeCounter()
+            self.model = Transformer(config.size)
+        self.counters: dict[str, CodeCounter] = {}
         self.conversion: Conversion | None = None
         if config.recipe != BF16:
             self.conversion = convert_to_float8(
-                self.model, config.recipe, filter=HIGH_PRECISION, detected=self.detected, counter=self.counter
+                self.model, config.recipe, filter=HIGH_PRECISION, detected=self.detected
             )
+            self.counters = count_codes(self.model, self.device)
+        compiled = config.compile != "none"
+        self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
+        self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
+        parallel.shard(self.model, self.world)
         self.model.to_empty(device=self.device)
         self.model.init_weights(config.seed)
         nudge_weights(self.model, config.nudge)
@@ -239,8 +160,12 @@ class Trainer:
             eps=config.eps,
             fused=True,
         )
-        self.data = SyntheticTokens(size.vocab, config.seq, config.seed)
+        self.data = SyntheticTokens(config.size.vocab, config.seq, config.seed)
         self.digests = GradientDigests(self.model, random_signs)
+        self.gemms: GemmCounts | None = None  # of the step that was counted
+        self.saturated_by_layer: dict[str, int] = {}  # of the last step
+        # Compiling is not training: where blocks are compiled, the second step is counted.
+        self._counted_step = 2 if compiled else 1
 
     def run(self, on_step: Callable[[StepRecord], None] | None = None) -> Result:
         """All steps of the configuration. NonFiniteError stops it."""
@@ -252,7 +177,9 @@ class Trainer:
             conversion=self.conversion,
         )
         began = time.perf_counter()
-        with _deterministic():
+        with _deterministic(self.config.deterministic), warnings.catch_warnings():
+            # FSDP2 warns of in-place ops on a unit's output that is a view. There are none.
+            warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             for step in range(1, self.config.steps + 1):
                 record = self._step(step, result)
                 result.steps.append(record)
@@ -262,49 +189,87 @@ class Trainer:
         return result
 
     def _step(self, step: int, result: Result) -> StepRecord:
-        batch = self.data.batch(step - 1, self.config.batch)
+        share = self.config.batch // self.world.size
+        parts = self._microbatches(self.data.batch(step - 1, share, self.world.rank, self.world.size))
+        valid = self._valid_tokens(parts)
         self.optimiser.zero_grad(set_to_none=True)
-        loss = self._loss(batch)
-        value = _float32(loss.item())
+        counting = GemmCounter(self.decisions, self.compiler is not None) if step == self._counted_step else None
+        with counting or nullcontext():
+            loss = self._gradients(parts, valid)
+        if counting is not None:
+            self.gemms = counting.counts()
+        value, norm, saturated, nan = self._read(loss)
         if not math.isfinite(value):
-            raise self._blame(step, "the loss", batch)
-        loss.backward()
-        if step in DIGEST_STEPS:
-            result.digests[str(step)] = self.digests.take()
-        norm = global_norm(self.model)
+            raise self._blame(step, "the loss", parts, valid)
         if not math.isfinite(norm):
-            raise self._blame(step, "the gradient norm", batch)
+            raise self._blame(step, "the gradient norm", parts, valid)
+        if step in DIGEST_STEPS and self.config.digests:
+            result.digests[str(step)] = self.digests.take()
         if norm > self.config.clip:
-            torch._foreach_mul_([p.grad for p in self.model.parameters()], self.config.clip / norm)
+            torch._foreach_mul_(list(_gradients(self.model)), self.config.clip / norm)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
-        saturated, nan = self.counter.take()
         return StepRecord(step, value, norm, saturated, nan)
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
-        """Sum over valid tokens / number of valid tokens, () in the wide dtype."""
-        tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
-        logits = self.model(tokens)
+    def _microbatches(self, batch: Batch) -> list[Batch]:
+        """This rank's share of a step on its device, cut into `accumulate` parts."""
+        parts = (t.to(self.device).chunk(self.config.accumulate) for t in (batch.tokens, batch.labels))
+        return [Batch(tokens, labels) for tokens, labels in zip(*parts, strict=True)]
+
+    def _valid_tokens(self, parts: list[Batch]) -> torch.Tensor:
+        """Labels that count in the loss, over all ranks and microbatches. 1 without any: the loss is 0, not 0/0."""
+        own = torch.stack([(part.labels != IGNORED_LABEL).sum() for part in parts]).sum()
+        return self.world.sum(own).clamp(min=1)
+
+    def _gradients(self, parts: list[Batch], valid: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of each microbatch; returns this rank's part of the loss, () in the wide dtype."""
+        losses = []
+        for part in parts:
+            with record_function(parallel.FORWARD):
+                loss = self._loss(part, valid)
+            with record_function(parallel.BACKWARD):
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _loss(self, batch: Batch, valid: torch.Tensor) -> torch.Tensor:
+        """Sum over the batch's valid tokens / number of valid tokens of the step, () in the wide dtype."""
+        logits = self.model(batch.tokens)
         logits = logits.to(wide_dtype(logits))
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-        valid = (labels != IGNORED_LABEL).sum().clamp(min=1)  # a batch without a valid token has loss 0, not 0/0
+        total = F.cross_entropy(
+            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
         return total / valid
 
-    def _blame(self, step: int, what: str, batch: Batch) -> NonFiniteError:
-        """Repeat the step with a watch on every leaf module; name the first non-finite output or gradient."""
-        found: list[tuple[str, str]] = []
-        handles = []
+    def _read(self, loss: torch.Tensor) -> tuple[float, float, int, int]:
+        """Loss, gradient norm, saturated and NaN codes, over all ranks: the one time that a step reads the device."""
+        numbers = [loss.double().view(1), squared_norm(self.model).view(1)]
+        if self.counters:
+            numbers.append(drain(list(self.counters.values())).double().flatten())
+        value, square, *counts = self.world.sum(torch.cat(numbers)).tolist()
+        self.saturated_by_layer = dict(zip(self.counters, map(int, counts[::2]), strict=True))
+        norm = _float32(math.sqrt(square)) if square >= 0 else math.nan  # NaN compares false
+        return _float32(value), norm, int(sum(counts[::2])), int(sum(counts[1::2]))
+
+    def _blame(self, step: int, what: str, parts: list[Batch], valid: torch.Tensor) -> NonFiniteError:
+        """Repeat the step with a watch on every leaf module; name the first non-finite output or gradient of a rank."""
+        found: list[tuple[int, str, str]] = []
+        calls = 0
 
         def watch(name: str, how: str) -> Callable[..., None]:
             def hook(module: torch.nn.Module, _: Any, value: Any) -> None:
+                nonlocal calls
+                calls += 1
                 tensors = value if isinstance(value, tuple) else (value,)
                 if not found and any(t is not None and not torch.isfinite(t).all() for t in tensors):
-                    bad = sum(int((~torch.isfinite(p)).sum()) for p in module.parameters())
-                    found.append((name, f"{how}; {bad} of its weights are not finite" if bad else how))
+                    weights = [local_part(p)[0] for p in module.parameters()]
+                    bad = sum(int((~torch.isfinite(w)).sum()) for w in weights)
+                    found.append((calls, name, f"{how}; {bad} of its weights are not finite" if bad else how))
 
             return hook
 
+        handles = []
         for name, module in self.model.named_modules():
             if name and not list(module.children()):
                 handles.append(module.register_forward_hook(watch(name, "its output")))
@@ -312,14 +277,18 @@ class Trainer:
                     handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
         try:
             self.optimiser.zero_grad(set_to_none=True)
-            self._loss(batch).backward()
+            self._gradients(parts, valid)
         finally:
             for handle in handles:
                 handle.remove()
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                found.append((name.rpartition(".")[0], f"the gradient of its {name.rpartition('.')[2]}"))
-        return NonFiniteError(step, what, *(found[0] if found else ("loss", "every module is finite")))
+            if parameter.grad is not None and not torch.isfinite(local_part(parameter.grad)[0]).all():
+                owner, _, attribute = name.rpartition(".")
+                found.append((calls + 1, owner, f"the gradient of its {attribute}"))
+        first = min(
+            (rank[0] for rank in self.world.gather(found) if rank), default=(0, "loss", "every module is finite")
+        )
+        return NonFiniteError(step, what, *first[1:])
 
 
 def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None) -> Result:
@@ -335,19 +304,43 @@ def _float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
+def _gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The gradients that this rank holds, parameter by parameter."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield local_part(parameter.grad)[0]
+
+
 @torch.no_grad()
-def global_norm(model: torch.nn.Module) -> float:
-    """2-norm over all gradients: squares summed in float64, the root rounded to float32."""
-    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-    return _float32(torch.stack(squares).sum().sqrt().item())
+def squared_norm(model: torch.nn.Module) -> torch.Tensor:
+    """Sum of squares over the gradients that this rank holds, float64 (). Their sum over ranks is the global norm's."""
+    squares = [
+        # On a GPU without a float64 copy of the gradient, which is a tenth of a step.
+        g.double().square().sum()
+        if g.device.type == "cpu"
+        else torch.linalg.vector_norm(g, dtype=torch.float64).square()
+        for g in _gradients(model)
+    ]
+    return torch.stack(squares).sum()
+
+
+def count_codes(model: torch.nn.Module, device: torch.device) -> dict[str, CodeCounter]:
+    """Give every FP8 linear a counter of its own; by the name of the layer."""
+    counters = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            counters[name] = CodeCounter()
+            counters[name].prepare(device, module.plan.e4m3, module.plan.e5m2)
+            module.plan = dataclasses.replace(module.plan, counter=counters[name])
+    return counters
 
 
 @torch.no_grad()
 def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
     """Flip the last mantissa bit that bf16 keeps of one in a thousand float32 weights, chosen by `nudge` (0: none).
 
-    Returns how many. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers
-    only, so the same elements everywhere. Raises ValueError for a parameter that is not float32.
+    Returns how many on this rank. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of
+    1000: integers only, so the same elements everywhere. Raises ValueError for a parameter that is not float32.
     """
     if nudge == 0:
         return 0
@@ -357,22 +350,24 @@ def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
             raise ValueError(
                 f"parameter '{name}' is {parameter.dtype}; nudges flip bits of float32 masters; keep them float32"
             )
-        chosen = random_bits(nudge, f"nudge/{name}", torch.arange(parameter.numel())) % NUDGE_PERIOD == 0
-        bits = parameter.detach().view(torch.int32).view(-1)
-        bits ^= chosen.to(device=bits.device, dtype=torch.int32) << NUDGED_BIT
+        local, first = local_part(parameter)
+        index = torch.arange(first, first + local.numel(), device=local.device)
+        chosen = random_bits(nudge, f"nudge/{name}", index) % NUDGE_PERIOD == 0
+        bits = local.view(torch.int32).view(-1)
+        bits ^= chosen.to(torch.int32) << NUDGED_BIT
         flipped += int(chosen.sum())
     return flipped
 
 
 @contextmanager
-def _deterministic():
-    """Deterministic algorithms for the length of a run; the caller's settings afterwards.
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Deterministic algorithms for the length of a run, if wanted; the caller's settings afterwards.
 
     Without the filling of fresh memory that this mode adds by default: it took a quarter of a step on a CPU, and our
     own outputs are written in full.
     """
     algorithms, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -381,48 +376,42 @@ def _deterministic():
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def _resolve_device(name: str) -> torch.device:
-    """'auto' is the GPU if there is one; anything else must be usable here."""
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}' is unknown; expected auto, cpu, cuda or cuda:N; correct --device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+def _check_shares(config: TrainConfig, ranks: int) -> None:
+    """Refuse a batch that ranks and microbatches do not divide."""
+    if config.batch % (ranks * config.accumulate):
         raise ConfigError(
-            f"device '{name}' is not here; this machine has {torch.cuda.device_count()} GPUs; use --device cpu"
+            f"batch {config.batch} cannot be shared by {ranks} ranks in {config.accumulate} microbatches each; "
+            f"expected a multiple of {ranks * config.accumulate}; change --batch or --accumulate"
         )
-    return device
 
 
-def _check_memory(config: TrainConfig, device: torch.device) -> None:
+def _check_memory(config: TrainConfig, world: World) -> None:
     """Refuse a model, or a batch, whose tensors must exceed the memory of the device.
 
-    Only what certainly exists is counted: weights, gradients and optimiser state; the logits of a step in bf16 and in
-    the wide dtype; on a CPU, where attention is written out, the scores of one layer. A run that passes may still fail.
+    Only what certainly exists is counted: this rank's weights, gradients and optimiser state; the logits of a
+    microbatch in bf16 and in the wide dtype; on a CPU, where attention is written out, the scores of one layer. A run
+    that passes may still fail.
     """
-    size = model_named(config.model)
-    weights = size.parameters * BYTES_A_PARAMETER
-    wide = 8 if device.type == "cpu" else 4
-    step = config.batch * config.seq * size.vocab * (2 + wide)
-    if device.type == "cpu":
-        step += config.batch * size.heads * config.seq**2 * wide
-    if device.type == "cpu":
+    size, cpu = config.size, world.device.type == "cpu"
+    weights = size.parameters * BYTES_A_PARAMETER // world.size
+    wide = 8 if cpu else 4
+    sequences = config.batch // (world.size * config.accumulate)
+    step = sequences * config.seq * size.vocab * (2 + wide)
+    if cpu:
+        step += sequences * size.heads * config.seq**2 * wide
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        have = torch.cuda.get_device_properties(device).total_memory
+        have = torch.cuda.get_device_properties(world.device).total_memory
     if weights > have:
         raise ConfigError(
-            f"model '{config.model}' needs {weights / 2**30:.1f} GiB for weights and optimiser; {device} has "
-            f"{have / 2**30:.1f} GiB; choose a smaller model"
+            f"model '{config.model}' needs {weights / 2**30:.1f} GiB a rank for weights and optimiser; {world.device} "
+            f"has {have / 2**30:.1f} GiB; choose a smaller model, --layers, or more ranks"
         )
     if weights + step > have:
         raise ConfigError(
-            f"batch {config.batch} x seq {config.seq} needs {step / 2**30:.1f} GiB a step beside "
-            f"{weights / 2**30:.1f} GiB of weights; {device} has {have / 2**30:.1f} GiB; lower --batch or --seq"
+            f"batch {config.batch} x seq {config.seq} needs {step / 2**30:.1f} GiB a microbatch beside "
+            f"{weights / 2**30:.1f} GiB of weights; {world.device} has {have / 2**30:.1f} GiB; lower --batch or "
+            "--seq, or raise --accumulate"
         )
 
 
@@ -444,12 +433,13 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for entry in dataclasses.fields(TrainConfig):
-        parser.add_argument(
-            f"--{entry.name.replace('_', '-')}",
-            type={"int": int, "float": float, "str": str}[str(entry.type)],
-            default=entry.default,
-            help=f"{entry.metadata['help']} (default: {entry.default})",
+        kind: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction}
+            if str(entry.type) == "bool"
+            else {"type": {"int": int, "float": float, "str": str}[str(entry.type)]}
         )
+        told = f"{entry.metadata['help']} (default: {entry.default or 'none'})"
+        parser.add_argument(f"--{entry.name.replace('_', '-')}", default=entry.default, help=told, **kind)
     parser.add_argument("--out", type=Path, help="folder for metrics.jsonl; without it the lines go to stdout")
     return parser
 

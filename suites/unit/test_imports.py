@@ -61,7 +61,7 @@ HARNESS: dict[str, int] = {
 EXECUTES = {"executor", "local", "container", "images", "hooks", "plugin", "plan", "progress", "run", "doctor"}
 JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report"}
 
-# _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- parallel <- train
+# _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {
     "_triton": 0,
     "device": 1,  # reports Triton's version
@@ -74,9 +74,9 @@ FP8STACK: dict[str, int] = {
     "linear": 5,
     "moe": 5,
     "models": 6,
-    "parallel": 7,
-    "train": 8,
-    "__main__": 9,
+    "config": 7,
+    "parallel": 8,
+    "train": 9,
 }
 LAYERS = {"harness": HARNESS, "fp8stack": FP8STACK}
 

@@ -1,0 +1,128 @@
+"""Bodies of tests that need several gloo ranks, and the function that runs them.
+
+Starting a rank costs an import of torch, seconds; so ranks are forked from a server that has imported it, and each body
+asks many questions at once. A body lives here, not in its test module, because the child imports it by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SECONDS = 240.0
+
+
+def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
+    """body(rank, *arguments) in `ranks` processes of one gloo group; what each returned, in order.
+
+    Raises RuntimeError with a rank's traceback, or saying how it died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, port, answers, body, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + SECONDS
+    try:
+        while len(results) < ranks:
+            try:
+                rank, good, value = answers.get(timeout=0.5)
+            except queue.Empty:
+                dead = {r: p.exitcode for r, p in enumerate(processes) if p.exitcode and r not in results}
+                if dead or time.monotonic() > deadline:
+                    how = f"ranks died: {dead}" if dead else f"no answer within {SECONDS:g} s"
+                    raise RuntimeError(f"{body.__name__}: {how}") from None
+                continue
+            if not good:
+                raise RuntimeError(f"{body.__name__}, rank {rank}:\n{value}")
+            results[rank] = value
+    finally:
+        for process in processes:
+            process.join(10 if len(results) == ranks else 0)
+            process.kill()
+    return [results[rank] for rank in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, port: int, answers: Any, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answers.put((rank, True, body(rank, *arguments)))
+    except BaseException:
+        answers.put((rank, False, traceback.format_exc()))
+
+
+def hashes(model: Any) -> dict[str, float]:
+    """A number a parameter that any change of a weight changes, from the whole parameter: collective."""
+    return {name: float(p.detach().full_tensor().double().square().sum()) for name, p in model.named_parameters()}
+
+
+def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
+    """What test_parallel asks of two ranks: a run, uneven labels, and two planted faults."""
+    import torch
+
+    from fp8stack.models import local_part
+    from fp8stack.train import IGNORED_LABEL, NonFiniteError, Trainer
+
+    trainer = Trainer(config)
+    answer: dict[str, Any] = {"weights": hashes(trainer.model)}
+    w1 = trainer.model.layers[0].feed_forward.w1
+    dtypes: set[torch.dtype] = set()
+    w1.register_forward_pre_hook(lambda module, _: dtypes.add(module.weight.dtype))
+    result = trainer.run()
+    answer["gathered"] = dtypes
+    answer["master"] = (w1.weight.dtype, local_part(w1.weight)[0].shape[0], w1.weight.grad.dtype)
+    answer["steps"] = [dataclasses.astuple(record) for record in result.steps]
+    answer["digests"] = result.digests["1"]
+    answer["gemms"] = trainer.gemms.as_json()
+
+    trainer = Trainer(config)
+    batch = trainer.data.batch(0, 2, rank, 2)
+    labels = batch.labels.clone()
+    if rank == 0:
+        labels[0] = IGNORED_LABEL  # one microbatch of rank 0 has no valid token
+        labels[1, 3:] = IGNORED_LABEL
+    parts = trainer._microbatches(dataclasses.replace(batch, labels=labels))
+    loss = trainer._gradients(parts, trainer._valid_tokens(parts))
+    answer["uneven"] = (float(trainer.world.sum(loss.clone())), trainer.digests.take())
+
+    for name, plant in (("weight", _plant_weight), ("rank", _plant_on_rank_1)):
+        trainer = Trainer(config)
+        plant(trainer, rank)
+        try:
+            trainer.run()
+            answer[name] = "finished"
+        except NonFiniteError as error:
+            answer[name] = str(error)
+    return answer
+
+
+def _plant_weight(trainer: Any, rank: int) -> None:
+    from fp8stack.models import local_part
+
+    if rank == 0:
+        local_part(trainer.model.layers[1].feed_forward.w1.weight)[0][0, 0] = math.nan
+
+
+def _plant_on_rank_1(trainer: Any, rank: int) -> None:
+    if rank == 1:
+        trainer.model.layers[0].attention.wo.register_forward_hook(lambda module, _, y: y * math.inf)

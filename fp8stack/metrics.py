@@ -137,9 +137,18 @@ class GradientDigests:
 class JsonLines:
     """One JSON object a line, flushed, to a file or a stream. Refuses NaN and infinity: they are not JSON."""
 
-    def __init__(self, target: Path | TextIO) -> None:
+    def __init__(self, target: Path | TextIO, keep: int = 0) -> None:
+        """target: a file, begun anew but for the lines of steps 1 ... `keep` that it holds; or an open stream."""
         self._owned = isinstance(target, Path)
-        self._stream: TextIO = target.open("w", encoding="utf-8") if isinstance(target, Path) else target
+        if isinstance(target, Path):
+            kept = target.read_text(encoding="utf-8").splitlines() if keep and target.exists() else []
+            self._stream: TextIO = target.open("w", encoding="utf-8")
+            for line in kept:
+                if _step_of(line) <= keep:
+                    self._stream.write(line + "\n")
+            self._stream.flush()
+        else:
+            self._stream = target
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
@@ -150,3 +159,12 @@ class JsonLines:
         """Close a file that was opened here; leave a stream open."""
         if self._owned:
             self._stream.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinity for one that a kill cut off."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+    return float(step)

@@ -245,7 +245,7 @@ FORWARD, BACKWARD = "fp8stack.forward", "fp8stack.backward"
 # Names that a matrix product could have. Composite ones hold a known product and so are not reported; matmul and linear
 # are always composite, and the product of a matrix and a vector, of which they may consist, is none.
 _LOOKS_LIKE_A_GEMM = re.compile(
-    r"::(.*_)?(b|add|badd|baddb|addb)?(mm|gemm)(_|$)|::.*attention$|::_?conv(olution|[0-9])"
+    r"^\w+::(\w*_)?(b|add|badd|baddb|addb)?(mm|gemm)(_|$)|^\w+::\w*attention$|^\w+::_?conv(olution|[0-9])"
 )
 
 

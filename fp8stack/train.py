@@ -19,7 +19,8 @@ vector. A non-finite loss or norm stops every rank before the optimiser sees it.
 on every module (the run is deterministic, so it fails the same way) and the first module whose output, or failing
 that whose gradient, is not finite is named, whichever rank saw it. Normal steps pay nothing for this.
 
-Exit codes: 0 done; 1 stopped by a non-finite value; 2 bad input (one line: what, expected, what next).
+Exit codes: 0 done; 1 stopped, by a non-finite value or a checkpoint that could not be written; 2 bad input (one line:
+what, expected, what next).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import argparse
 import dataclasses
 import math
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -41,10 +43,21 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import record_function
 
+from fp8stack import checkpoint, parallel
 from fp8stack import device as devices
-from fp8stack import parallel
+from fp8stack.checkpoint import CheckpointError, Checkpoints
 from fp8stack.config import BF16, ConfigError, TrainConfig, learning_rate
-from fp8stack.data import Batch, SyntheticTokens, random_bits, random_signs
+from fp8stack.data import (
+    SYNTHETIC,
+    Batch,
+    DataError,
+    SyntheticTokens,
+    Text,
+    TokenFile,
+    batches,
+    random_bits,
+    random_signs,
+)
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
 from fp8stack.models import HIGH_PRECISION, Transformer, local_part
@@ -160,15 +173,21 @@ class Trainer:
             eps=config.eps,
             fused=True,
         )
-        self.data = SyntheticTokens(config.size.vocab, config.seq, config.seed)
+        self.data = _text(config)
+        self.step = 0  # of the last update
         self.digests = GradientDigests(self.model, random_signs)
         self.gemms: GemmCounts | None = None  # of the step that was counted
         self.saturated_by_layer: dict[str, int] = {}  # of the last step
         # Compiling is not training: where blocks are compiled, the second step is counted.
         self._counted_step = 2 if compiled else 1
 
-    def run(self, on_step: Callable[[StepRecord], None] | None = None) -> Result:
-        """All steps of the configuration. NonFiniteError stops it."""
+    def run(
+        self,
+        on_step: Callable[[StepRecord], None] | None = None,
+        checkpoints: Checkpoints | None = None,
+        every: int = 0,
+    ) -> Result:
+        """The steps that are left of the configuration; a checkpoint after each `every`. NonFiniteError stops it."""
         result = Result(
             config=self.config,
             arch=self.detected.arch.name,
@@ -180,17 +199,24 @@ class Trainer:
         with _deterministic(self.config.deterministic), warnings.catch_warnings():
             # FSDP2 warns of in-place ops on a unit's output that is a view. There are none.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            for step in range(1, self.config.steps + 1):
-                record = self._step(step, result)
+            share = self.config.batch // self.world.size
+            left = range(self.step, self.config.steps)
+            shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
+            for step, batch in enumerate(shares, start=self.step + 1):
+                record = self._step(step, batch, result)
+                self.step = step
                 result.steps.append(record)
                 if on_step is not None:
                     on_step(record)
+                if checkpoints is not None and every and step % every == 0:
+                    checkpoints.save(step, self.state(), self.facts())
+            if checkpoints is not None:
+                checkpoints.wait()
         result.seconds = time.perf_counter() - began
         return result
 
-    def _step(self, step: int, result: Result) -> StepRecord:
-        share = self.config.batch // self.world.size
-        parts = self._microbatches(self.data.batch(step - 1, share, self.world.rank, self.world.size))
+    def _step(self, step: int, batch: Batch, result: Result) -> StepRecord:
+        parts = self._microbatches(batch)
         valid = self._valid_tokens(parts)
         self.optimiser.zero_grad(set_to_none=True)
         counting = GemmCounter(self.decisions, self.compiler is not None) if step == self._counted_step else None
@@ -211,6 +237,47 @@ class Trainer:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
         return StepRecord(step, value, norm, saturated, nan)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that the next step depends on and that its number does not give: plain float32 tensors by name."""
+        state = {}
+        for name, parameter in self.model.named_parameters():
+            moments = self.optimiser.state[parameter]
+            if not moments:  # AdamW makes them at its first step; a checkpoint may be loaded before
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=self.device)
+                moments["exp_avg"] = torch.zeros_like(parameter)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            state[f"model/{name}"] = parameter.detach()
+            state[f"exp_avg/{name}"], state[f"exp_avg_sq/{name}"] = moments["exp_avg"], moments["exp_avg_sq"]
+            state["adam_step"] = moments["step"]  # equal for all
+        return state
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of itself."""
+        return {
+            "step": self.step,
+            "config_hash": self.config.hash,
+            "config": self.config.hashed(),
+            "ranks": self.world.size,
+            "torch": torch.__version__,
+        }
+
+    def restore(self, folder: Path) -> None:
+        """Continue after the step of a checkpoint. CheckpointError where it is of another configuration. Collective."""
+        facts = checkpoint.read_facts(folder)
+        mine = self.facts()
+        if facts["config_hash"] != mine["config_hash"]:
+            ours, theirs = mine["config"], facts["config"]
+            differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            raise CheckpointError(
+                f"{folder} was written by another configuration: {', '.join(differ)} differ; expected the options that "
+                "it was started with; give those, or start anew in another --out"
+            )
+        state = self.state()
+        checkpoint.load(folder, state)
+        for moments in self.optimiser.state.values():
+            moments["step"].copy_(state["adam_step"])
+        self.step = facts["step"]
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         """This rank's share of a step on its device, cut into `accumulate` parts."""
@@ -376,6 +443,13 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
+def _text(config: TrainConfig) -> Text:
+    """The text that the configuration names."""
+    if config.data == SYNTHETIC:
+        return SyntheticTokens(config.size.vocab, config.seq, config.seed)
+    return TokenFile(config.data, config.data_dtype, config.size.vocab, config.seq, config.seed, config.batch)
+
+
 def _check_shares(config: TrainConfig, ranks: int) -> None:
     """Refuse a batch that ranks and microbatches do not divide."""
     if config.batch % (ranks * config.accumulate):
@@ -440,16 +514,66 @@ def _parser() -> argparse.ArgumentParser:
         )
         told = f"{entry.metadata['help']} (default: {entry.default or 'none'})"
         parser.add_argument(f"--{entry.name.replace('_', '-')}", default=entry.default, help=told, **kind)
-    parser.add_argument("--out", type=Path, help="folder for metrics.jsonl; without it the lines go to stdout")
+    parser.add_argument(
+        "--out", type=Path, help="folder for metrics.jsonl and checkpoints; without it lines go to stdout"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints (default: 0)"
+    )
+    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints stay (default: 2)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
     return parser
 
 
-def _open_metrics(out: Path | None) -> JsonLines:
+def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoints | None:
+    """The checkpoints of --out, if any are to be written or read; resumes. Room for one more must be there."""
+    out, every, keep, resume = (arguments[name] for name in ("out", "checkpoint_every", "keep", "resume"))
+    for option, value, low in (("--checkpoint-every", every, 0), ("--keep", keep, 1)):
+        if value < low:
+            raise ConfigError(f"{option} is {value}; expected a whole number from {low}; correct {option}")
+    if not (every or resume):
+        return None
+    if out is None:
+        raise ConfigError(f"{'--resume' if resume else '--checkpoint-every'} needs a folder; expected --out; add --out")
+    folder = out / "checkpoints"
+    try:
+        checkpoints = Checkpoints(folder, keep)
+        newest = checkpoints.newest()
+        need, free = checkpoint.needed_bytes(trainer.state()), shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}); expected a folder; choose another --out"
+        ) from None
+    if every and need > free:
+        raise ConfigError(
+            f"a checkpoint takes {need / 2**30:.2f} GiB and {folder} has {free / 2**30:.2f} GiB free; expected room "
+            "for one; free space or choose another --out"
+        )
+    if not resume:
+        if newest is not None:
+            raise ConfigError(
+                f"{folder} already holds {newest.name}; expected none at the start of a run; add --resume to "
+                "continue, or choose another --out"
+            )
+        return checkpoints
+    if newest is None:
+        raise ConfigError(f"{folder} holds no complete checkpoint; expected one to resume from; drop --resume")
+    trainer.restore(newest)
+    if trainer.world.rank == 0:
+        lost = f"; {', '.join(checkpoints.ignored)} was incomplete and is removed" if checkpoints.ignored else ""
+        print(f"resuming after step {trainer.step} from {newest}{lost}", file=sys.stderr)
+    return checkpoints
+
+
+def _open_metrics(out: Path | None, trainer: Trainer) -> JsonLines | None:
+    """Where rank 0 writes its lines; those of steps after the one resumed from go."""
+    if trainer.world.rank != 0:
+        return None
     if out is None:
         return JsonLines(sys.stdout)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return JsonLines(out / "metrics.jsonl")
+        return JsonLines(out / "metrics.jsonl", keep=trainer.step)
     except OSError as error:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror}); expected a folder; choose another"
@@ -458,27 +582,34 @@ def _open_metrics(out: Path | None) -> JsonLines:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, train, print. Returns the exit code."""
+    first = os.environ.get("RANK", "0") == "0"  # of several ranks that refuse the same options one says so
     try:
         arguments = vars(_parser().parse_args(argv))
-        out = arguments.pop("out")
-        trainer = Trainer(TrainConfig(**arguments))
-        metrics = _open_metrics(out)
-    except (ConfigError, devices.UnknownArch) as error:
-        print(f"train: {error}", file=sys.stderr)
+        names = {entry.name for entry in dataclasses.fields(TrainConfig)}
+        trainer = Trainer(TrainConfig(**{name: value for name, value in arguments.items() if name in names}))
+        checkpoints = _open_checkpoints(arguments, trainer)
+        metrics = _open_metrics(arguments["out"], trainer)
+    except (ConfigError, DataError, CheckpointError, devices.UnknownArch) as error:
+        if first:
+            print(f"train: {error}", file=sys.stderr)
         return 2
-    config = trainer.config
+    config, first = trainer.config, trainer.world.rank == 0
     every = max(1, config.steps // 10)
-    print(
-        f"{config.model}, {config.recipe}, {config.steps} steps of {config.batch} x {config.seq} tokens on "
-        f"{trainer.device}; arch {trainer.detected.arch.name} ({trainer.detected.reason}); config {config.hash}; "
-        f"entropy floor {SyntheticTokens.entropy_floor_nats:.4f} nats",
-        file=sys.stderr,
-    )
-    if trainer.conversion:
-        print(trainer.conversion, file=sys.stderr)
+    if first:
+        print(
+            f"{config.model}, {config.recipe}, {config.steps} steps of {config.batch} x {config.seq} tokens on "
+            f"{trainer.world.size} x {trainer.device}; arch {trainer.detected.arch.name} ({trainer.detected.reason}); "
+            f"config {config.hash}"
+            + (f"; entropy floor {SyntheticTokens.entropy_floor_nats:.4f} nats" if config.data == SYNTHETIC else ""),
+            file=sys.stderr,
+        )
+        if trainer.conversion:
+            print(trainer.conversion, file=sys.stderr)
     began = time.perf_counter()
 
     def report(record: StepRecord) -> None:
+        if metrics is None:
+            return
         seconds = time.perf_counter() - began
         metrics.write(
             {**dataclasses.asdict(record), "lr": learning_rate(config, record.step), "seconds": round(seconds, 3)}
@@ -491,12 +622,14 @@ def main(argv: list[str] | None = None) -> int:
             )
 
     try:
-        trainer.run(report)
-    except NonFiniteError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 1
+        trainer.run(report, checkpoints, arguments["checkpoint_every"])
+    except (NonFiniteError, CheckpointError, DataError) as error:
+        if first or isinstance(error, DataError):
+            print(f"train: {error}", file=sys.stderr)
+        return 2 if isinstance(error, DataError) else 1
     finally:
-        metrics.close()
+        if metrics is not None:
+            metrics.close()
     return 0
 
 

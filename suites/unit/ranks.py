@@ -126,3 +126,47 @@ def _plant_weight(trainer: Any, rank: int) -> None:
 def _plant_on_rank_1(trainer: Any, rank: int) -> None:
     if rank == 1:
         trainer.model.layers[0].attention.wo.register_forward_hook(lambda module, _, y: y * math.inf)
+
+
+def resume_on_two(rank: int, config: Any, folder: str) -> list[Any]:
+    """Restore a checkpoint that one rank wrote; the weights' hashes and the steps that follow."""
+    from pathlib import Path
+
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    trainer.restore(Path(folder))
+    restored = hashes(trainer.model)
+    return [restored, [dataclasses.astuple(record) for record in trainer.run().steps]]
+
+
+def killed_in_a_save(rank: int, config: Any, folder: str) -> None:
+    """Save after each step, and die by SIGKILL when the second save is written and not yet complete."""
+    import signal
+    from pathlib import Path
+
+    from fp8stack.checkpoint import Checkpoints
+    from fp8stack.train import Trainer
+
+    class Dying(Checkpoints):
+        def _complete_one(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+            if final.name.endswith("2"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            super()._complete_one(partial, final, facts)
+
+    trainer = Trainer(config)
+    trainer.run(None, Dying(Path(folder), keep=5), every=1)
+
+
+def read_without_the_package(rank: int, folder: str, file: str) -> dict[str, Any]:
+    """A checkpoint as torch alone sees it: names, dtypes and a weight."""
+    import sys
+
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, file)
+    state = torch.load(file, weights_only=True)
+    assert not [name for name in sys.modules if name.startswith("fp8stack")]
+    flat = {name: tensor for name, tensor in state.items()}
+    return {name: (type(t).__name__, t.dtype, float(t.double().square().sum())) for name, t in flat.items()}

@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
+import resource
 import shutil
 import sys
 import time
@@ -43,7 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import record_function
 
-from fp8stack import checkpoint, parallel
+from fp8stack import checkpoint, parallel, weights
 from fp8stack import device as devices
 from fp8stack.checkpoint import CheckpointError, Checkpoints
 from fp8stack.config import BF16, ConfigError, TrainConfig, learning_rate
@@ -62,6 +64,8 @@ from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dt
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
 from fp8stack.models import HIGH_PRECISION, Transformer, local_part
 from fp8stack.parallel import GemmCounter, GemmCounts, World
+from fp8stack.utilisation import ImplausibleUtilisation, flops_a_token, utilisation
+from fp8stack.weights import WeightsError
 
 DIGEST_STEPS = (1, 2, 3)
 IGNORED_LABEL = -100
@@ -162,7 +166,11 @@ class Trainer:
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
         parallel.shard(self.model, self.world)
         self.model.to_empty(device=self.device)
-        self.model.init_weights(config.seed)
+        if config.init_from:
+            self.origin = weights.read(Path(config.init_from), self.model, config.size)
+        else:
+            self.model.init_weights(config.seed)
+            self.origin = f"weights from seed {config.seed}"
         nudge_weights(self.model, config.nudge)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
@@ -178,6 +186,9 @@ class Trainer:
         self.digests = GradientDigests(self.model, random_signs)
         self.gemms: GemmCounts | None = None  # of the step that was counted
         self.saturated_by_layer: dict[str, int] = {}  # of the last step
+        self.measured: dict[str, Any] = {}  # of the last step: time, memory, utilisation, products, recompiles
+        native = not self.detected.simulated and self.detected.target.native_fp8_matmul
+        self.flops = flops_a_token(config.size, config.seq, config.recipe, native)
         # Compiling is not training: where blocks are compiled, the second step is counted.
         self._counted_step = 2 if compiled else 1
 
@@ -195,6 +206,7 @@ class Trainer:
             format=self.conversion.e4m3 if self.conversion else BF16,
             conversion=self.conversion,
         )
+        self.result = result
         began = time.perf_counter()
         with _deterministic(self.config.deterministic), warnings.catch_warnings():
             # FSDP2 warns of in-place ops on a unit's output that is a view. There are none.
@@ -202,9 +214,13 @@ class Trainer:
             share = self.config.batch // self.world.size
             left = range(self.step, self.config.steps)
             shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
+            start = time.perf_counter()
             for step, batch in enumerate(shares, start=self.step + 1):
+                graphs = self.compiler.graphs if self.compiler else 0
                 record = self._step(step, batch, result)
-                self.step = step
+                self.step, end = step, time.perf_counter()
+                self.measured = self._measure(end - start, graphs)
+                start = end
                 result.steps.append(record)
                 if on_step is not None:
                     on_step(record)
@@ -237,6 +253,23 @@ class Trainer:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
         return StepRecord(step, value, norm, saturated, nan)
+
+    def _measure(self, seconds: float, graphs: int) -> dict[str, Any]:
+        """What the step of this rank cost. seconds: since the last one ended. graphs: compiled before it began."""
+        tokens = self.config.batch * self.config.seq
+        if self.device.type == "cuda":
+            name, peak = torch.cuda.get_device_name(self.device), torch.cuda.max_memory_allocated(self.device)
+        else:
+            name, peak = self.device.type, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        compiled = self.compiler.graphs - graphs if self.compiler else 0
+        return {
+            "step_seconds": seconds,
+            "tokens_a_second": tokens / seconds,
+            **utilisation(self.flops, tokens // self.world.size, seconds, name),
+            "peak_memory_bytes": peak,
+            "gemms": self.gemms.as_json() if self.gemms else None,
+            "recompiles": compiled if graphs else 0,  # the first graph is no recompile
+        }
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that the next step depends on and that its number does not give: plain float32 tensors by name."""
@@ -330,8 +363,8 @@ class Trainer:
                 calls += 1
                 tensors = value if isinstance(value, tuple) else (value,)
                 if not found and any(t is not None and not torch.isfinite(t).all() for t in tensors):
-                    weights = [local_part(p)[0] for p in module.parameters()]
-                    bad = sum(int((~torch.isfinite(w)).sum()) for w in weights)
+                    held = [local_part(p)[0] for p in module.parameters()]
+                    bad = sum(int((~torch.isfinite(w)).sum()) for w in held)
                     found.append((calls, name, f"{how}; {bad} of its weights are not finite" if bad else how))
 
             return hook
@@ -467,7 +500,7 @@ def _check_memory(config: TrainConfig, world: World) -> None:
     that passes may still fail.
     """
     size, cpu = config.size, world.device.type == "cpu"
-    weights = size.parameters * BYTES_A_PARAMETER // world.size
+    state = size.parameters * BYTES_A_PARAMETER // world.size
     wide = 8 if cpu else 4
     sequences = config.batch // (world.size * config.accumulate)
     step = sequences * config.seq * size.vocab * (2 + wide)
@@ -476,15 +509,15 @@ def _check_memory(config: TrainConfig, world: World) -> None:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         have = torch.cuda.get_device_properties(world.device).total_memory
-    if weights > have:
+    if state > have:
         raise ConfigError(
-            f"model '{config.model}' needs {weights / 2**30:.1f} GiB a rank for weights and optimiser; {world.device} "
+            f"model '{config.model}' needs {state / 2**30:.1f} GiB a rank for weights and optimiser; {world.device} "
             f"has {have / 2**30:.1f} GiB; choose a smaller model, --layers, or more ranks"
         )
-    if weights + step > have:
+    if state + step > have:
         raise ConfigError(
             f"batch {config.batch} x seq {config.seq} needs {step / 2**30:.1f} GiB a microbatch beside "
-            f"{weights / 2**30:.1f} GiB of weights; {world.device} has {have / 2**30:.1f} GiB; lower --batch or "
+            f"{state / 2**30:.1f} GiB of weights; {world.device} has {have / 2**30:.1f} GiB; lower --batch or "
             "--seq, or raise --accumulate"
         )
 
@@ -522,6 +555,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--keep", type=int, default=2, help="how many checkpoints stay (default: 2)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
+    parser.add_argument("--export", type=Path, help="folder for the trained weights: safetensors, Hugging Face names")
     return parser
 
 
@@ -580,6 +614,21 @@ def _open_metrics(out: Path | None, trainer: Trainer) -> JsonLines | None:
         ) from None
 
 
+def _write_run(file: Path, step: int, trainer: Trainer) -> None:
+    """run.json: what a run was and what is too long for a line a step; a resumed run keeps what it had."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() and step != 1 else {}
+    result = trainer.result
+    run = {
+        **trainer.facts(),
+        "arch": result.arch,
+        "format": result.format,
+        "recipe": trainer.config.recipe,
+        "digests": {**kept.get("digests", {}), **result.digests},
+        "saturated_by_layer": {**kept.get("saturated_by_layer", {}), str(step): trainer.saturated_by_layer},
+    }
+    file.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse, train, print. Returns the exit code."""
     first = os.environ.get("RANK", "0") == "0"  # of several ranks that refuse the same options one says so
@@ -589,7 +638,7 @@ def main(argv: list[str] | None = None) -> int:
         trainer = Trainer(TrainConfig(**{name: value for name, value in arguments.items() if name in names}))
         checkpoints = _open_checkpoints(arguments, trainer)
         metrics = _open_metrics(arguments["out"], trainer)
-    except (ConfigError, DataError, CheckpointError, devices.UnknownArch) as error:
+    except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
         return 2
@@ -599,7 +648,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"{config.model}, {config.recipe}, {config.steps} steps of {config.batch} x {config.seq} tokens on "
             f"{trainer.world.size} x {trainer.device}; arch {trainer.detected.arch.name} ({trainer.detected.reason}); "
-            f"config {config.hash}"
+            f"config {config.hash}; {trainer.origin}"
             + (f"; entropy floor {SyntheticTokens.entropy_floor_nats:.4f} nats" if config.data == SYNTHETIC else ""),
             file=sys.stderr,
         )
@@ -611,9 +660,10 @@ def main(argv: list[str] | None = None) -> int:
         if metrics is None:
             return
         seconds = time.perf_counter() - began
-        metrics.write(
-            {**dataclasses.asdict(record), "lr": learning_rate(config, record.step), "seconds": round(seconds, 3)}
-        )
+        line = {**dataclasses.asdict(record), "lr": learning_rate(config, record.step), "seconds": round(seconds, 3)}
+        metrics.write({**line, **trainer.measured})
+        if arguments["out"] is not None and (record.step in DIGEST_STEPS or record.step == config.steps):
+            _write_run(arguments["out"] / "run.json", record.step, trainer)
         if record.step == 1 or record.step % every == 0:
             print(
                 f"step {record.step}/{config.steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
@@ -623,7 +673,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         trainer.run(report, checkpoints, arguments["checkpoint_every"])
-    except (NonFiniteError, CheckpointError, DataError) as error:
+        if arguments["export"] is not None:
+            weights.write(arguments["export"], trainer.model, config.size)
+    except (NonFiniteError, CheckpointError, DataError, WeightsError, ImplausibleUtilisation) as error:
         if first or isinstance(error, DataError):
             print(f"train: {error}", file=sys.stderr)
         return 2 if isinstance(error, DataError) else 1

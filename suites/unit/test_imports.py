@@ -75,6 +75,8 @@ FP8STACK: dict[str, int] = {
     "moe": 5,
     "models": 6,
     "config": 7,
+    "utilisation": 7,
+    "weights": 7,
     "parallel": 8,
     "train": 9,
 }

@@ -356,7 +356,19 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.stdout == ""
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    assert {"step", "loss", "grad_norm", "saturated", "nan", "lr", "seconds"} == set(lines[0])
+    assert {
+        "step", "loss", "grad_norm", "saturated", "nan", "lr", "seconds", "step_seconds", "tokens_a_second",
+        "utilisation", "utilisation_bf16_peak", "utilisation_fp8_peak", "utilisation_reason", "peak_memory_bytes",
+        "gemms", "recompiles",
+    } == set(lines[0])  # fmt: skip
+    assert lines[0]["utilisation"] is None
+    assert "no peak rates are known for 'cpu'" in lines[0]["utilisation_reason"]
+    assert lines[1]["gemms"]["forward"] == {"baddbmm": 4, "bmm": 4, "fp8stack::scaled_mm": 28, "mm": 1}
+    assert lines[1]["tokens_a_second"] == pytest.approx(32 / lines[1]["step_seconds"])
+    told = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert list(told["digests"]) == ["1", "2"]
+    assert sum(told["saturated_by_layer"]["2"].values()) == lines[1]["saturated"]
+    assert len(told["saturated_by_layer"]["2"]) == 28
     assert "step 2/2" in done.stderr
     assert "28 linears run in FP8" in done.stderr
 

@@ -27,7 +27,8 @@ row).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -116,17 +117,36 @@ def recipe_named(name: str) -> Recipe:
 
 
 # -------------------------------------------------------------------------------------------------- high-precision GEMM
+_played: str | None = None
+
+
+@contextmanager
+def playing(device_type: str) -> Iterator[None]:
+    """Inside, tensors of a CPU take the arithmetic of that device type: for a dry run, which has no other device."""
+    global _played
+    before, _played = _played, device_type
+    try:
+        yield
+    finally:
+        _played = before
+
+
+def device_type(x: torch.Tensor) -> str:
+    """Whose arithmetic x takes: its device's type, unless a dry run is `playing` another."""
+    return _played or x.device.type
+
+
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """What sums and exponentials of bf16 values are computed in: float64 on a CPU, float32 elsewhere.
 
     On a CPU neither the order of a sum nor the last bit of an exponential then reaches a bf16 result (see the header).
     """
-    return torch.float64 if x.device.type == "cpu" else torch.float32
+    return torch.float64 if device_type(x) == "cpu" else torch.float32
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
     """A bf16 tensor on a CPU as float64, exactly; any other tensor as it is: its device multiplies it well enough."""
-    return x.double() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+    return x.double() if device_type(x) == "cpu" and x.dtype == torch.bfloat16 else x
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:

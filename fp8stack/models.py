@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8stack.data import random_bits
-from fp8stack.linear import Linear, wide_dtype
+from fp8stack.linear import Linear, device_type, wide_dtype
 
 # Names of the modules that stay in high precision, for `convert_to_float8(filter=)`.
 HIGH_PRECISION = ("output",)
@@ -143,7 +143,7 @@ def rotate(x_BSHK: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> to
 
 def causal_attention(q_BHSK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor) -> torch.Tensor:
     """softmax(q k^T / sqrt(K) + causal mask) v, (B,H,S,K). Precision: see the header."""
-    if q_BHSK.device.type != "cpu":
+    if device_type(q_BHSK) != "cpu":
         return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=True)
     seq, head_dim = q_BHSK.shape[-2:]
     wide = wide_dtype(q_BHSK)
@@ -254,11 +254,16 @@ class Transformer(nn.Module):
         return parameter.shape[1] ** -0.5 * ((2 * self.size.layers) ** -0.5 if residual else 1.0)
 
 
+def held(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `parameter` or of its gradient: contiguous rows; all of it where it is not sharded."""
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The rows of `parameter` that this rank holds, contiguous, and the index of their first element in the whole."""
+    """`held`, and the index of its first element in the whole."""
+    local = held(parameter)
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0
-    local = parameter.detach().to_local()
+        return local, 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     assert not any(offset[1:]), f"parameters are sharded along their first dimension, not at {offset}"
     return local, offset[0] * math.prod(parameter.shape[1:]) if local.numel() else 0

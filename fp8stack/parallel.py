@@ -38,6 +38,7 @@ import collections
 import functools
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -58,12 +59,16 @@ from fp8stack.models import Transformer
 # ---------------------------------------------------------------------------------------------------------------- ranks
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run and this one's place among them. `shards` is the mesh that parameters are sharded over."""
+    """The ranks of a run and this one's place among them.
+
+    shards: the mesh that parameters are sharded over. plays: of a dry run, the device type whose path it takes.
+    """
 
     rank: int
     size: int
     device: torch.device
     shards: DeviceMesh
+    plays: str | None = None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """`values` summed over all ranks, in place, returned. Collective."""
@@ -130,16 +135,15 @@ def _resolve_device(name: str, ranks: int) -> torch.device:
 
 
 # ---------------------------------------------------------------------------------------------------------------- FSDP2
-def shard(model: Transformer, world: World, *, plays: str | None = None) -> None:
-    """`fully_shard` the model, in place; see the header for the units and dtypes.
-
-    plays: the device type whose gathering dtypes are used, where it is not the world's (a dry run).
-    """
+def shard(model: Transformer, world: World) -> None:
+    """`fully_shard` the model, in place; see the header for the units and dtypes."""
+    # Of in-place ops on a unit's output that is a view (torch 2.13). There are none.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
     gathered = MixedPrecisionPolicy(
         param_dtype=model.dtype, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
     )
     embedding = gathered
-    if (plays or world.device.type) == "cpu":
+    if (world.plays or world.device.type) == "cpu":
         embedding = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model.tok_embeddings, mesh=world.shards, mp_policy=embedding)
     for block in model.layers:

@@ -34,7 +34,6 @@ import resource
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import record_function
 
-from fp8stack import checkpoint, parallel, weights
+from fp8stack import checkpoint, dryrun, parallel, weights
 from fp8stack import device as devices
 from fp8stack.checkpoint import CheckpointError, Checkpoints
 from fp8stack.config import BF16, ConfigError, TrainConfig, learning_rate
@@ -62,7 +61,7 @@ from fp8stack.data import (
 )
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
-from fp8stack.models import HIGH_PRECISION, Transformer, local_part
+from fp8stack.models import HIGH_PRECISION, Transformer, held, local_part
 from fp8stack.parallel import GemmCounter, GemmCounts, World
 from fp8stack.utilisation import ImplausibleUtilisation, flops_a_token, utilisation
 from fp8stack.weights import WeightsError
@@ -145,13 +144,15 @@ class Trainer:
     the device has no row of formats.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         self.config = config
-        self.world = parallel.join(config.device)
+        self.world = world or parallel.join(config.device)
+        dry = self.world.plays is not None
         self.device = self.world.device
         self.detected = devices.detect(self.device)
         _check_shares(config, self.world.size)
-        _check_memory(config, self.world)
+        if not dry:
+            _check_memory(config, self.world)
         with torch.device("meta"):
             self.model = Transformer(config.size)
         self.counters: dict[str, CodeCounter] = {}
@@ -166,7 +167,9 @@ class Trainer:
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
         parallel.shard(self.model, self.world)
         self.model.to_empty(device=self.device)
-        if config.init_from:
+        if dry:
+            self.origin = "no weights"
+        elif config.init_from:
             self.origin = weights.read(Path(config.init_from), self.model, config.size)
         else:
             self.model.init_weights(config.seed)
@@ -208,9 +211,7 @@ class Trainer:
         )
         self.result = result
         began = time.perf_counter()
-        with _deterministic(self.config.deterministic), warnings.catch_warnings():
-            # FSDP2 warns of in-place ops on a unit's output that is a view. There are none.
-            warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+        with _deterministic(self.config.deterministic):
             share = self.config.batch // self.world.size
             left = range(self.step, self.config.steps)
             shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
@@ -344,13 +345,26 @@ class Trainer:
 
     def _read(self, loss: torch.Tensor) -> tuple[float, float, int, int]:
         """Loss, gradient norm, saturated and NaN codes, over all ranks: the one time that a step reads the device."""
-        numbers = [loss.double().view(1), squared_norm(self.model).view(1)]
-        if self.counters:
-            numbers.append(drain(list(self.counters.values())).double().flatten())
-        value, square, *counts = self.world.sum(torch.cat(numbers)).tolist()
+        value, square, *counts = self._numbers(loss).tolist()
         self.saturated_by_layer = dict(zip(self.counters, map(int, counts[::2]), strict=True))
         norm = _float32(math.sqrt(square)) if square >= 0 else math.nan  # NaN compares false
         return _float32(value), norm, int(sum(counts[::2])), int(sum(counts[1::2]))
+
+    def _numbers(self, loss: torch.Tensor) -> torch.Tensor:
+        """Loss, squared gradient norm and code counts a layer, summed over the ranks, float64 on the device."""
+        numbers = [loss.double().view(1), squared_norm(self.model).view(1)]
+        if self.counters:
+            numbers.append(drain(list(self.counters.values())).double().flatten())
+        return self.world.sum(torch.cat(numbers))
+
+    def dry_step(self) -> None:
+        """A step whose numbers nobody reads: for a dry run, where there are none."""
+        share = self.config.batch // self.world.size
+        parts = self._microbatches(self.data.batch(0, share, self.world.rank, self.world.size))
+        valid = self._valid_tokens(parts)
+        self.optimiser.zero_grad(set_to_none=True)
+        self._numbers(self._gradients(parts, valid))
+        self.optimiser.step()
 
     def _blame(self, step: int, what: str, parts: list[Batch], valid: torch.Tensor) -> NonFiniteError:
         """Repeat the step with a watch on every leaf module; name the first non-finite output or gradient of a rank."""
@@ -363,8 +377,8 @@ class Trainer:
                 calls += 1
                 tensors = value if isinstance(value, tuple) else (value,)
                 if not found and any(t is not None and not torch.isfinite(t).all() for t in tensors):
-                    held = [local_part(p)[0] for p in module.parameters()]
-                    bad = sum(int((~torch.isfinite(w)).sum()) for w in held)
+                    weights_held = [held(p) for p in module.parameters()]
+                    bad = sum(int((~torch.isfinite(w)).sum()) for w in weights_held)
                     found.append((calls, name, f"{how}; {bad} of its weights are not finite" if bad else how))
 
             return hook
@@ -382,7 +396,7 @@ class Trainer:
             for handle in handles:
                 handle.remove()
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not torch.isfinite(local_part(parameter.grad)[0]).all():
+            if parameter.grad is not None and not torch.isfinite(held(parameter.grad)).all():
                 owner, _, attribute = name.rpartition(".")
                 found.append((calls + 1, owner, f"the gradient of its {attribute}"))
         first = min(
@@ -408,7 +422,7 @@ def _gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The gradients that this rank holds, parameter by parameter."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            yield local_part(parameter.grad)[0]
+            yield held(parameter.grad)
 
 
 @torch.no_grad()
@@ -556,7 +570,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", type=int, default=2, help="how many checkpoints stay (default: 2)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
     parser.add_argument("--export", type=Path, help="folder for the trained weights: safetensors, Hugging Face names")
+    dry = parser.add_argument_group("dry run", "what a run on any number of ranks does, without running it")
+    dry.add_argument("--dry-run", action="store_true", help="print sizes, collectives, memory and FLOPs, and stop")
+    dry.add_argument("--world-size", type=int, default=1, help="ranks of the dry run (default: 1)")
+    dry.add_argument("--device-name", default="cpu", help="torch's name of the device to assume (default: cpu)")
+    dry.add_argument("--topology", type=Path, help="TOML file of a cluster: adds a simulated weak-scaling table")
+    dry.add_argument("--json", action="store_true", help="print the dry run as JSON")
     return parser
+
+
+def _dry_run(config: TrainConfig, arguments: dict[str, Any]) -> int:
+    """Print the dry run. ConfigError as everywhere."""
+    ranks = arguments["world_size"]
+    if ranks < 1:
+        raise ConfigError(f"--world-size is {ranks}; expected a whole number from 1; correct --world-size")
+    _check_shares(config, ranks)
+    if "RANK" in os.environ:
+        raise ConfigError("--dry-run plays one rank; expected one process; start it without torchrun")
+
+    def make(trimmed: TrainConfig, world: World) -> Any:
+        trainer = Trainer(trimmed, world)
+        return trainer.dry_step, trainer.model, trainer.optimiser
+
+    report = dryrun.dry_run(config, ranks, arguments["device_name"], arguments["topology"], make)
+    print(json.dumps(report, indent=1) if arguments["json"] else dryrun.text(report))
+    return 0
 
 
 def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoints | None:
@@ -635,14 +673,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = vars(_parser().parse_args(argv))
         names = {entry.name for entry in dataclasses.fields(TrainConfig)}
-        trainer = Trainer(TrainConfig(**{name: value for name, value in arguments.items() if name in names}))
+        config = TrainConfig(**{name: value for name, value in arguments.items() if name in names})
+        if arguments["dry_run"]:
+            return _dry_run(config, arguments)
+        trainer = Trainer(config)
         checkpoints = _open_checkpoints(arguments, trainer)
         metrics = _open_metrics(arguments["out"], trainer)
     except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
         return 2
-    config, first = trainer.config, trainer.world.rank == 0
+    first = trainer.world.rank == 0
     every = max(1, config.steps // 10)
     if first:
         print(

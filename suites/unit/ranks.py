@@ -80,7 +80,7 @@ def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
     """What test_parallel asks of two ranks: a run, uneven labels, and two planted faults."""
     import torch
 
-    from fp8stack.models import local_part
+    from fp8stack.models import held
     from fp8stack.train import IGNORED_LABEL, NonFiniteError, Trainer
 
     trainer = Trainer(config)
@@ -90,7 +90,7 @@ def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
     w1.register_forward_pre_hook(lambda module, _: dtypes.add(module.weight.dtype))
     result = trainer.run()
     answer["gathered"] = dtypes
-    answer["master"] = (w1.weight.dtype, local_part(w1.weight)[0].shape[0], w1.weight.grad.dtype)
+    answer["master"] = (w1.weight.dtype, held(w1.weight).shape[0], w1.weight.grad.dtype)
     answer["steps"] = [dataclasses.astuple(record) for record in result.steps]
     answer["digests"] = result.digests["1"]
     answer["gemms"] = trainer.gemms.as_json()
@@ -117,10 +117,10 @@ def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
 
 
 def _plant_weight(trainer: Any, rank: int) -> None:
-    from fp8stack.models import local_part
+    from fp8stack.models import held
 
     if rank == 0:
-        local_part(trainer.model.layers[1].feed_forward.w1.weight)[0][0, 0] = math.nan
+        held(trainer.model.layers[1].feed_forward.w1.weight)[0, 0] = math.nan
 
 
 def _plant_on_rank_1(trainer: Any, rank: int) -> None:
@@ -170,3 +170,69 @@ def read_without_the_package(rank: int, folder: str, file: str) -> dict[str, Any
     assert not [name for name in sys.modules if name.startswith("fp8stack")]
     flat = {name: tensor for name, tensor in state.items()}
     return {name: (type(t).__name__, t.dtype, float(t.double().square().sum())) for name, t in flat.items()}
+
+
+def real_collectives(rank: int, config: Any) -> dict[tuple[str, int], tuple[int, int]]:
+    """What a real second step issues, written down where torch.distributed's functions are called."""
+    import torch.distributed as dist
+
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    found: dict[tuple[str, int], list[int]] = {}
+    inside: list[str] = []  # torch 2.13 has new names, and the old ones call them
+
+    def watched(op: str, function: Any, whole: Callable[..., Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if inside:
+                return function(*args, **kwargs)
+            tensor = whole(*args, **kwargs)
+            group = kwargs.get("group")
+            counted = found.setdefault((op, dist.get_world_size(group)), [0, 0])
+            counted[0] += 1
+            counted[1] += tensor.numel() * tensor.element_size()
+            inside.append(op)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    def output(output_tensor: Any, *_: Any, **__: Any) -> Any:
+        return output_tensor
+
+    def scattered(*args: Any, **kwargs: Any) -> Any:
+        return args[1] if len(args) > 1 else kwargs.get("input_tensor", kwargs.get("input"))
+
+    wholes = {
+        "all_gather_into_tensor": ("all-gather", output),
+        "all_gather_single": ("all-gather", output),
+        "reduce_scatter_tensor": ("reduce-scatter", scattered),
+        "reduce_scatter_single": ("reduce-scatter", scattered),
+        "all_reduce": ("all-reduce", lambda tensor, *_, **__: tensor),
+    }
+
+    def second(record: Any) -> None:
+        if record.step == 1:
+            for name, (op, whole) in wholes.items():
+                if hasattr(dist, name):
+                    setattr(dist, name, watched(op, getattr(dist, name), whole))
+
+    trainer.run(second)
+    return {key: (count, size) for key, (count, size) in found.items()}
+
+
+def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
+    """The dry run's answer for each (configuration, ranks, device type)."""
+    import torch.distributed as dist
+
+    from fp8stack import dryrun, train
+
+    def make(config: Any, world: Any) -> Any:
+        trainer = train.Trainer(config, world)
+        return trainer.dry_step, trainer.model, trainer.optimiser
+
+    answers = [dryrun.measure(config, ranks, device_type, make) for config, ranks, device_type in cases]
+    assert not dist.is_initialized()
+    return [(answer.collectives, answer.memory) for answer in answers]

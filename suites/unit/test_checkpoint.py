@@ -14,7 +14,7 @@ import torch
 from fp8stack import checkpoint, train
 from fp8stack.checkpoint import CheckpointError, Checkpoints
 from fp8stack.config import TrainConfig
-from fp8stack.models import local_part
+from fp8stack.models import held
 from fp8stack.train import Trainer
 from suites.unit import ranks
 
@@ -93,14 +93,14 @@ def test_save_is_of_its_moment(tmp_path: Path) -> None:
     trainer.run()
     checkpoints = Checkpoints(tmp_path, keep=1)
     state = trainer.state()
-    before = {name: local_part(tensor)[0].clone() for name, tensor in state.items()}
+    before = {name: held(tensor).clone() for name, tensor in state.items()}
     checkpoints.save(1, state, trainer.facts())
     for tensor in state.values():
-        local_part(tensor)[0].fill_(7.0)
+        held(tensor).fill_(7.0)
     checkpoints.wait()
     trainer.restore(tmp_path / "step-00000001")
     for name, tensor in trainer.state().items():
-        assert torch.equal(local_part(tensor)[0], before[name]), name
+        assert torch.equal(held(tensor), before[name]), name
 
 
 def test_killed_save_is_no_checkpoint(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_dtype_is_checked(saved: tuple[Path, dict[str, float]]) -> None:
     folder, _ = saved
     state = Trainer(short()).state()
     name = "model/layers.0.attention.wq.weight"
-    state[name] = local_part(state[name])[0].bfloat16()
+    state[name] = held(state[name]).bfloat16()
     with pytest.raises(CheckpointError, match=rf"'{re.escape(name)}' is torch\.float32 .* expected torch\.bfloat16"):
         checkpoint.load(folder, state)
     del state[name]

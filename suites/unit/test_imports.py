@@ -78,7 +78,8 @@ FP8STACK: dict[str, int] = {
     "utilisation": 7,
     "weights": 7,
     "parallel": 8,
-    "train": 9,
+    "dryrun": 9,
+    "train": 10,
 }
 LAYERS = {"harness": HARNESS, "fp8stack": FP8STACK}
 

@@ -19,7 +19,7 @@ from fp8stack.config import ALWAYS, IF_SET, NEVER
 from fp8stack.data import Batch, SyntheticTokens
 from fp8stack.linear import RECIPES
 from fp8stack.metrics import GradientDigests, JsonLines
-from fp8stack.models import MODELS, local_part
+from fp8stack.models import MODELS, held
 from fp8stack.train import ConfigError, NonFiniteError, TrainConfig, Trainer, learning_rate, nudge_weights, run
 
 # Small enough for a second, large enough for every path: 32 tokens a step.
@@ -144,11 +144,11 @@ def test_update_is_adamw() -> None:
     digest = trainer.digests.take
 
     def take() -> dict[str, list[float]]:
-        taken.append({name: local_part(p.grad)[0].double() for name, p in trainer.model.named_parameters()})
+        taken.append({name: held(p.grad).double() for name, p in trainer.model.named_parameters()})
         return digest()
 
     trainer.digests.take = take  # type: ignore[method-assign]
-    weights = {name: local_part(p)[0].double() for name, p in trainer.model.named_parameters()}
+    weights = {name: held(p).double() for name, p in trainer.model.named_parameters()}
     first, second = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
     result = trainer.run()
 
@@ -167,7 +167,7 @@ def test_update_is_adamw() -> None:
             rate = {1: 0.005, 2: 0.01, 3: 0.001}[step]
             weights[name] = weight * (1 - rate * decay) - rate * update
     for name, parameter in trainer.model.named_parameters():
-        error = float((weights[name] - local_part(parameter)[0].double()).abs().max())
+        error = float((weights[name] - held(parameter).double()).abs().max())
         assert error < 1e-5, f"{name} is off by {error:.3g}; expected float32's roundings"
 
 
@@ -181,7 +181,7 @@ def test_nudge_flips_one_bit_of_one_in_a_thousand() -> None:
         for (name, one), (_, other) in zip(
             plain.model.named_parameters(), nudged.model.named_parameters(), strict=True
         ):
-            bits = [local_part(parameter)[0].view(torch.int32) for parameter in (one, other)]
+            bits = [held(parameter).view(torch.int32) for parameter in (one, other)]
             difference = (bits[0] ^ bits[1]).flatten()
             assert set(difference.unique().tolist()) <= {0, 1 << 16}
             changed |= {(name, int(index)) for index in difference.nonzero()}
@@ -199,7 +199,7 @@ def test_nudge_golden_count() -> None:
 
 def _plant_weight(trainer: Trainer) -> None:
     with torch.no_grad():
-        local_part(trainer.model.layers[2].feed_forward.w1.weight)[0][0, 0] = math.nan
+        held(trainer.model.layers[2].feed_forward.w1.weight)[0, 0] = math.nan
 
 
 def _plant_huge(trainer: Trainer) -> None:
@@ -220,11 +220,11 @@ def test_non_finite_names_the_module(recipe: str, plant: Callable[[Trainer], Non
     """A run with a poisoned layer stops before the update and names the first module that produced it."""
     trainer = Trainer(short(recipe=recipe))
     plant(trainer)
-    before = local_part(trainer.model.output.weight)[0].clone()
+    before = held(trainer.model.output.weight).clone()
     with pytest.raises(NonFiniteError, match=rf"step 1: the loss is not finite.*'{module}'") as caught:
         trainer.run()
     assert caught.value.module == module
-    assert torch.equal(before, local_part(trainer.model.output.weight)[0])
+    assert torch.equal(before, held(trainer.model.output.weight))
 
 
 def test_non_finite_gradient_names_the_module() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8stack import train, weights
 from fp8stack.config import TrainConfig
-from fp8stack.models import local_part, model_named
+from fp8stack.models import held, model_named
 from fp8stack.train import Trainer
 from fp8stack.weights import WeightsError, hugging_face_name
 
@@ -74,7 +74,7 @@ def test_out_and_in_again(exported: tuple[Path, dict[str, torch.Tensor]]) -> Non
     folder, found = exported
     trainer = Trainer(dataclasses.replace(SHORT, init_from=str(folder)))
     for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(local_part(parameter)[0], found[hugging_face_name(name)]), name
+        assert torch.equal(held(parameter), found[hugging_face_name(name)]), name
     first = trainer.run().steps[0].loss
     assert first != Trainer(SHORT).run().steps[0].loss
 
@@ -85,7 +85,7 @@ def test_bf16_and_a_tied_head(exported: tuple[Path, dict[str, torch.Tensor]], tm
     save_file({n: t.bfloat16() for n, t in found.items() if n != "lm_head.weight"}, tmp_path / "model.safetensors")
     trainer = Trainer(dataclasses.replace(SHORT, init_from=str(tmp_path)))
     assert "tied" in trainer.origin
-    head, embedding = (local_part(module.weight)[0] for module in (trainer.model.output, trainer.model.tok_embeddings))
+    head, embedding = (held(module.weight) for module in (trainer.model.output, trainer.model.tok_embeddings))
     assert torch.equal(head, embedding)
     assert torch.equal(embedding, found["model.embed_tokens.weight"].bfloat16().float())
     assert embedding.dtype == torch.float32

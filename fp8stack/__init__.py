@@ -18,4 +18,4 @@ import os as _os
 
 # Read when torch is imported: torch's profiler, which counts matrix products in a training step, otherwise prints two
 # lines of its own on stderr each time (seen with torch 2.13).
-_os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+_os.environ.setdefault("KINETO_LOG_LEVEL", "99")

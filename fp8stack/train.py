@@ -42,7 +42,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from fp8stack import checkpoint, dryrun, parallel, weights
 from fp8stack import device as devices
@@ -63,6 +63,7 @@ from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dt
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
 from fp8stack.models import HIGH_PRECISION, Transformer, held, local_part
 from fp8stack.parallel import GemmCounter, GemmCounts, World
+from fp8stack.profile import TraceError, read_trace, table
 from fp8stack.utilisation import ImplausibleUtilisation, flops_a_token, utilisation
 from fp8stack.weights import WeightsError
 
@@ -200,8 +201,13 @@ class Trainer:
         on_step: Callable[[StepRecord], None] | None = None,
         checkpoints: Checkpoints | None = None,
         every: int = 0,
+        profile_to: Path | None = None,
     ) -> Result:
-        """The steps that are left of the configuration; a checkpoint after each `every`. NonFiniteError stops it."""
+        """The steps that are left of the configuration. NonFiniteError stops it.
+
+        on_step: gets each record as it is made. checkpoints, every: one is saved after each `every` steps. profile_to:
+        folder for a trace of a few steps.
+        """
         result = Result(
             config=self.config,
             arch=self.detected.arch.name,
@@ -216,13 +222,18 @@ class Trainer:
             left = range(self.step, self.config.steps)
             shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
             start = time.perf_counter()
+            tracing = _Tracing(profile_to, self) if profile_to and self.world.rank == 0 else None
             for step, batch in enumerate(shares, start=self.step + 1):
+                if tracing is not None:
+                    tracing.before(step)
                 graphs = self.compiler.graphs if self.compiler else 0
                 record = self._step(step, batch, result)
                 self.step, end = step, time.perf_counter()
                 self.measured = self._measure(end - start, graphs)
                 start = end
                 result.steps.append(record)
+                if tracing is not None:
+                    tracing.after(step)
                 if on_step is not None:
                     on_step(record)
                 if checkpoints is not None and every and step % every == 0:
@@ -405,6 +416,58 @@ class Trainer:
         return NonFiniteError(step, what, *first[1:])
 
 
+class _Tracing:
+    """torch's profiler over the profiled steps of rank 0: a Chrome trace and the table of kernel time by class."""
+
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        self._folder = folder
+        self._steps = profiled_steps(trainer.config, trainer.step)
+        self._on_gpu = trainer.device.type == "cuda"
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_gpu else [])
+        self._profile = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=len(self._steps)),
+        )
+
+    def before(self, step: int) -> None:
+        """Start a step ahead of the first profiled one: the profiler's own warm-up."""
+        if step == self._steps[0] - 1:
+            self._profile.start()
+
+    def after(self, step: int) -> None:
+        """Write the trace after the last one."""
+        if not self._steps[0] - 1 <= step <= self._steps[-1]:
+            return
+        if step != self._steps[-1]:
+            self._profile.step()
+            return
+        self._profile.stop()
+        file = self._folder / "trace-rank0.json"
+        self._profile.export_chrome_trace(str(file))
+        found = read_trace(file)
+        if self._on_gpu and not found.on_device:
+            raise TraceError(
+                f"{file} shows no kernel of the GPU; expected all; torch's profiler could not see it: set "
+                "KINETO_LOG_LEVEL=0 to read why"
+            )
+        text = table([found])
+        (self._folder / "kernels.txt").write_text(text + "\n", encoding="utf-8")
+        print(text, file=sys.stderr)
+
+
+def profiled_steps(config: TrainConfig, done: int) -> range:
+    """Three steps after ten (compiling, growing caches), or the last three of a short run.
+
+    Raises ConfigError where fewer than six steps are left.
+    """
+    if config.steps - done < 6:
+        raise ConfigError(
+            f"--profile needs 6 steps, 3 of them to warm up; {config.steps - done} are left; raise --steps"
+        )
+    first = min(done + 11, config.steps - 2)
+    return range(first, first + 3)
+
+
 def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None) -> Result:
     """Train `config` from scratch in this process; `on_step` gets each record as it is made.
 
@@ -570,6 +633,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", type=int, default=2, help="how many checkpoints stay (default: 2)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
     parser.add_argument("--export", type=Path, help="folder for the trained weights: safetensors, Hugging Face names")
+    parser.add_argument(
+        "--profile", type=Path, help="folder for a Chrome trace of three steps and kernel time by class"
+    )
     dry = parser.add_argument_group("dry run", "what a run on any number of ranks does, without running it")
     dry.add_argument("--dry-run", action="store_true", help="print sizes, collectives, memory and FLOPs, and stop")
     dry.add_argument("--world-size", type=int, default=1, help="ranks of the dry run (default: 1)")
@@ -643,12 +709,21 @@ def _open_metrics(out: Path | None, trainer: Trainer) -> JsonLines | None:
         return None
     if out is None:
         return JsonLines(sys.stdout)
+    _make_folder("--out", out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         return JsonLines(out / "metrics.jsonl", keep=trainer.step)
     except OSError as error:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror}); expected a folder; choose another"
+        ) from None
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {folder} cannot be written ({error.strerror}); expected a folder; choose another"
         ) from None
 
 
@@ -679,6 +754,9 @@ def main(argv: list[str] | None = None) -> int:
         trainer = Trainer(config)
         checkpoints = _open_checkpoints(arguments, trainer)
         metrics = _open_metrics(arguments["out"], trainer)
+        if arguments["profile"] is not None:
+            profiled_steps(config, trainer.step)
+            _make_folder("--profile", arguments["profile"])
     except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
@@ -713,10 +791,10 @@ def main(argv: list[str] | None = None) -> int:
             )
 
     try:
-        trainer.run(report, checkpoints, arguments["checkpoint_every"])
+        trainer.run(report, checkpoints, arguments["checkpoint_every"], arguments["profile"])
         if arguments["export"] is not None:
             weights.write(arguments["export"], trainer.model, config.size)
-    except (NonFiniteError, CheckpointError, DataError, WeightsError, ImplausibleUtilisation) as error:
+    except (NonFiniteError, CheckpointError, DataError, WeightsError, ImplausibleUtilisation, TraceError) as error:
         if first or isinstance(error, DataError):
             print(f"train: {error}", file=sys.stderr)
         return 2 if isinstance(error, DataError) else 1

@@ -68,6 +68,8 @@ FP8STACK: dict[str, int] = {
     "data": 1,  # leaves: no FP8 in them
     "metrics": 1,
     "checkpoint": 1,
+    "compare": 1,
+    "profile": 1,
     "formats": 2,
     "scaling": 3,
     "kernels": 4,

@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity
+
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
@@ -129,6 +132,45 @@ def _self_times(spans: list[dict[str, Any]]) -> Iterable[tuple[str, str, float]]
         stack.append([event.get("tid"), start + length, name, kind, length])
     while stack:
         yield tuple(stack.pop()[2:])  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------------------------------------------------- tracing
+class Tracing:
+    """torch's profiler over `steps` of a run: DIR/trace-rank0.json, and kernel time by class in DIR/kernels.txt.
+
+    The step before the first one is the profiler's own warm-up. Raises TraceError where it did not see the GPU.
+    """
+
+    def __init__(self, folder: Path, steps: range, on_gpu: bool) -> None:
+        self._folder, self._steps, self._on_gpu = folder, steps, on_gpu
+        self._profile = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else []),
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=len(steps)),
+        )
+
+    def before(self, step: int) -> None:
+        """To be called ahead of every step."""
+        if step == self._steps[0] - 1:
+            self._profile.start()
+
+    def after(self, step: int) -> None:
+        """To be called after every step; writes after the last traced one."""
+        if not self._steps[0] - 1 <= step <= self._steps[-1]:
+            return
+        if step != self._steps[-1]:
+            self._profile.step()
+            return
+        self._profile.stop()
+        file = self._folder / "trace-rank0.json"
+        self._profile.export_chrome_trace(str(file))
+        found = read_trace(file)
+        if self._on_gpu and not found.on_device:
+            raise TraceError(
+                f"{file} shows no kernel of the GPU; expected all; torch's profiler could not see it: set "
+                "KINETO_LOG_LEVEL=0 to read why"
+            )
+        (self._folder / "kernels.txt").write_text(table([found]) + "\n", encoding="utf-8")
+        print(table([found]), file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------------------- report

@@ -25,7 +25,6 @@ what, expected, what next).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -38,14 +37,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
 from fp8stack import checkpoint, dryrun, parallel, weights
 from fp8stack import device as devices
+from fp8stack.blame import NonFiniteError, first_non_finite
 from fp8stack.checkpoint import CheckpointError, Checkpoints
 from fp8stack.config import BF16, ConfigError, TrainConfig, learning_rate
 from fp8stack.data import (
@@ -62,8 +62,9 @@ from fp8stack.data import (
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
 from fp8stack.models import HIGH_PRECISION, Transformer, held, local_part
+from fp8stack.options import parser
 from fp8stack.parallel import GemmCounter, GemmCounts, World
-from fp8stack.profile import TraceError, read_trace, table
+from fp8stack.profile import TraceError, Tracing
 from fp8stack.utilisation import ImplausibleUtilisation, flops_a_token, utilisation
 from fp8stack.weights import WeightsError
 
@@ -75,17 +76,6 @@ NUDGE_PERIOD = 1000
 NUDGED_BIT = 16
 # float32 weight, gradient and two AdamW moments.
 BYTES_A_PARAMETER = 16
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not finite. `step` counts from 1; `module` is the first that produced it."""
-
-    def __init__(self, step: int, what: str, module: str, how: str) -> None:
-        super().__init__(
-            f"step {step}: {what} is not finite; the first module that produced it is '{module}' ({how}); "
-            "look at that module's inputs and weights, or lower the learning rate"
-        )
-        self.step, self.module = step, module
 
 
 # -------------------------------------------------------------------------------------------------------------- results
@@ -193,8 +183,6 @@ class Trainer:
         self.measured: dict[str, Any] = {}  # of the last step: time, memory, utilisation, products, recompiles
         native = not self.detected.simulated and self.detected.target.native_fp8_matmul
         self.flops = flops_a_token(config.size, config.seq, config.recipe, native)
-        # Compiling is not training: where blocks are compiled, the second step is counted.
-        self._counted_step = 2 if compiled else 1
 
     def run(
         self,
@@ -216,13 +204,17 @@ class Trainer:
             conversion=self.conversion,
         )
         self.result = result
+        # Compiling is not training: where blocks are compiled, the second step is counted.
+        self._counted_step = self.step + (2 if self.compiler else 1)
         began = time.perf_counter()
         with _deterministic(self.config.deterministic):
             share = self.config.batch // self.world.size
             left = range(self.step, self.config.steps)
             shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
             start = time.perf_counter()
-            tracing = _Tracing(profile_to, self) if profile_to and self.world.rank == 0 else None
+            tracing = None
+            if profile_to is not None and self.world.rank == 0:
+                tracing = Tracing(profile_to, profiled_steps(self.config, self.step), self.device.type == "cuda")
             for step, batch in enumerate(shares, start=self.step + 1):
                 if tracing is not None:
                     tracing.before(step)
@@ -254,9 +246,9 @@ class Trainer:
             self.gemms = counting.counts()
         value, norm, saturated, nan = self._read(loss)
         if not math.isfinite(value):
-            raise self._blame(step, "the loss", parts, valid)
+            raise self._blamed(step, "the loss", parts, valid)
         if not math.isfinite(norm):
-            raise self._blame(step, "the gradient norm", parts, valid)
+            raise self._blamed(step, "the gradient norm", parts, valid)
         if step in DIGEST_STEPS and self.config.digests:
             result.digests[str(step)] = self.digests.take()
         if norm > self.config.clip:
@@ -368,6 +360,15 @@ class Trainer:
             numbers.append(drain(list(self.counters.values())).double().flatten())
         return self.world.sum(torch.cat(numbers))
 
+    def _blamed(self, step: int, what: str, parts: list[Batch], valid: torch.Tensor) -> NonFiniteError:
+        """The error of a step that is not finite, with the module that began it."""
+
+        def again() -> None:
+            self.optimiser.zero_grad(set_to_none=True)
+            self._gradients(parts, valid)
+
+        return NonFiniteError(step, what, *first_non_finite(self.model, self.world, again))
+
     def dry_step(self) -> None:
         """A step whose numbers nobody reads: for a dry run, where there are none."""
         share = self.config.batch // self.world.size
@@ -376,83 +377,6 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         self._numbers(self._gradients(parts, valid))
         self.optimiser.step()
-
-    def _blame(self, step: int, what: str, parts: list[Batch], valid: torch.Tensor) -> NonFiniteError:
-        """Repeat the step with a watch on every leaf module; name the first non-finite output or gradient of a rank."""
-        found: list[tuple[int, str, str]] = []
-        calls = 0
-
-        def watch(name: str, how: str) -> Callable[..., None]:
-            def hook(module: torch.nn.Module, _: Any, value: Any) -> None:
-                nonlocal calls
-                calls += 1
-                tensors = value if isinstance(value, tuple) else (value,)
-                if not found and any(t is not None and not torch.isfinite(t).all() for t in tensors):
-                    weights_held = [held(p) for p in module.parameters()]
-                    bad = sum(int((~torch.isfinite(w)).sum()) for w in weights_held)
-                    found.append((calls, name, f"{how}; {bad} of its weights are not finite" if bad else how))
-
-            return hook
-
-        handles = []
-        for name, module in self.model.named_modules():
-            if name and not list(module.children()):
-                handles.append(module.register_forward_hook(watch(name, "its output")))
-                if not isinstance(module, torch.nn.Embedding):  # tokens have no gradient
-                    handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
-        try:
-            self.optimiser.zero_grad(set_to_none=True)
-            self._gradients(parts, valid)
-        finally:
-            for handle in handles:
-                handle.remove()
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not torch.isfinite(held(parameter.grad)).all():
-                owner, _, attribute = name.rpartition(".")
-                found.append((calls + 1, owner, f"the gradient of its {attribute}"))
-        first = min(
-            (rank[0] for rank in self.world.gather(found) if rank), default=(0, "loss", "every module is finite")
-        )
-        return NonFiniteError(step, what, *first[1:])
-
-
-class _Tracing:
-    """torch's profiler over the profiled steps of rank 0: a Chrome trace and the table of kernel time by class."""
-
-    def __init__(self, folder: Path, trainer: Trainer) -> None:
-        self._folder = folder
-        self._steps = profiled_steps(trainer.config, trainer.step)
-        self._on_gpu = trainer.device.type == "cuda"
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_gpu else [])
-        self._profile = torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=len(self._steps)),
-        )
-
-    def before(self, step: int) -> None:
-        """Start a step ahead of the first profiled one: the profiler's own warm-up."""
-        if step == self._steps[0] - 1:
-            self._profile.start()
-
-    def after(self, step: int) -> None:
-        """Write the trace after the last one."""
-        if not self._steps[0] - 1 <= step <= self._steps[-1]:
-            return
-        if step != self._steps[-1]:
-            self._profile.step()
-            return
-        self._profile.stop()
-        file = self._folder / "trace-rank0.json"
-        self._profile.export_chrome_trace(str(file))
-        found = read_trace(file)
-        if self._on_gpu and not found.on_device:
-            raise TraceError(
-                f"{file} shows no kernel of the GPU; expected all; torch's profiler could not see it: set "
-                "KINETO_LOG_LEVEL=0 to read why"
-            )
-        text = table([found])
-        (self._folder / "kernels.txt").write_text(text + "\n", encoding="utf-8")
-        print(text, file=sys.stderr)
 
 
 def profiled_steps(config: TrainConfig, done: int) -> range:
@@ -492,7 +416,7 @@ def _gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def squared_norm(model: torch.nn.Module) -> torch.Tensor:
     """Sum of squares over the gradients that this rank holds, float64 (). Their sum over ranks is the global norm's."""
     squares = [
-        # On a GPU without a float64 copy of the gradient, which is a tenth of a step.
+        # On a GPU without a float64 copy of each gradient: the reduction widens what it reads.
         g.double().square().sum()
         if g.device.type == "cpu"
         else torch.linalg.vector_norm(g, dtype=torch.float64).square()
@@ -600,51 +524,6 @@ def _check_memory(config: TrainConfig, world: World) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ CLI
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors: one line, like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse for anything it cannot parse."""
-        raise ConfigError(f"{message}; expected the options that --help lists; correct the command")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m fp8stack.train",
-        description="Train a model on a synthetic language; one JSON line a step (loss, gradient norm, code counts).",
-        epilog=f"{devices.OVERRIDE}=gfx942 trains with the formats of that arch on any machine. Exit codes: 0 done, "
-        "1 stopped by a non-finite value, 2 bad input.",
-        allow_abbrev=False,
-    )
-    for entry in dataclasses.fields(TrainConfig):
-        kind: dict[str, Any] = (
-            {"action": argparse.BooleanOptionalAction}
-            if str(entry.type) == "bool"
-            else {"type": {"int": int, "float": float, "str": str}[str(entry.type)]}
-        )
-        told = f"{entry.metadata['help']} (default: {entry.default or 'none'})"
-        parser.add_argument(f"--{entry.name.replace('_', '-')}", default=entry.default, help=told, **kind)
-    parser.add_argument(
-        "--out", type=Path, help="folder for metrics.jsonl and checkpoints; without it lines go to stdout"
-    )
-    parser.add_argument(
-        "--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints (default: 0)"
-    )
-    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints stay (default: 2)")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
-    parser.add_argument("--export", type=Path, help="folder for the trained weights: safetensors, Hugging Face names")
-    parser.add_argument(
-        "--profile", type=Path, help="folder for a Chrome trace of three steps and kernel time by class"
-    )
-    dry = parser.add_argument_group("dry run", "what a run on any number of ranks does, without running it")
-    dry.add_argument("--dry-run", action="store_true", help="print sizes, collectives, memory and FLOPs, and stop")
-    dry.add_argument("--world-size", type=int, default=1, help="ranks of the dry run (default: 1)")
-    dry.add_argument("--device-name", default="cpu", help="torch's name of the device to assume (default: cpu)")
-    dry.add_argument("--topology", type=Path, help="TOML file of a cluster: adds a simulated weak-scaling table")
-    dry.add_argument("--json", action="store_true", help="print the dry run as JSON")
-    return parser
-
-
 def _dry_run(config: TrainConfig, arguments: dict[str, Any]) -> int:
     """Print the dry run. ConfigError as everywhere."""
     ranks = arguments["world_size"]
@@ -746,7 +625,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, train, print. Returns the exit code."""
     first = os.environ.get("RANK", "0") == "0"  # of several ranks that refuse the same options one says so
     try:
-        arguments = vars(_parser().parse_args(argv))
+        arguments = vars(parser().parse_args(argv))
         names = {entry.name for entry in dataclasses.fields(TrainConfig)}
         config = TrainConfig(**{name: value for name, value in arguments.items() if name in names})
         if arguments["dry_run"]:

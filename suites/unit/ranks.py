@@ -236,3 +236,11 @@ def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
     answers = [dryrun.measure(config, ranks, device_type, make) for config, ranks, device_type in cases]
     assert not dist.is_initialized()
     return [(answer.collectives, answer.memory) for answer in answers]
+
+
+def judged_curve(rank: int, config: Any) -> Any:
+    """The losses, gradient norms and digests of a run on these ranks, as the loss suite compares them."""
+    from fp8stack.train import run
+
+    result = run(config)
+    return [(r.step, r.loss, r.grad_norm, r.saturated, r.nan) for r in result.steps], result.digests

@@ -79,7 +79,9 @@ FP8STACK: dict[str, int] = {
     "config": 7,
     "utilisation": 7,
     "weights": 7,
+    "options": 8,
     "parallel": 8,
+    "blame": 9,
     "dryrun": 9,
     "train": 10,
 }

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -380,3 +381,33 @@ def test_command_line_stops_with_one(capsys: pytest.CaptureFixture[str]) -> None
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("train: step ")
     assert "is not finite; the first module that produced it is '" in last
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """Under torchrun two ranks write one metrics file and one error line: rank 0's."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "fp8stack.train", "--layers", "1", "--seq", "16", "--device", "cpu", "--steps", "2"]
+    done = subprocess.run(
+        [*command, "--batch", "2", "--out", str(tmp_path), "--checkpoint-every", "2"],
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "on 2 x cpu" in done.stderr
+    assert done.stderr.count("step 2/2") == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["loss"] == pytest.approx(run(short(steps=2, layers=1)).steps[0].loss, rel=1e-6)
+    names = sorted(path.name for path in (tmp_path / "checkpoints" / "step-00000002").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "facts.json"]
+
+
+def test_one_of_two_ranks_tells_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each rank refuses the same option and ends with 2; rank 0 alone says so."""
+    monkeypatch.setenv("RANK", "1")
+    assert train.main(["--recipe", "fp9"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert train.main(["--recipe", "fp9"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

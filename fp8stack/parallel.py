@@ -91,6 +91,8 @@ def join(device: str) -> World:
     found = _resolve_device(device, ranks)
     if found.type == "cuda":
         torch.cuda.set_device(found)
+        # cuBLAS is deterministic only so, and torch insists on it in deterministic mode.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo"
         if "RANK" in os.environ:

@@ -295,6 +295,7 @@ class Trainer:
             "step": self.step,
             "config_hash": self.config.hash,
             "config": self.config.hashed(),
+            "arch": self.detected.arch.name,
             "ranks": self.world.size,
             "torch": torch.__version__,
         }
@@ -309,6 +310,11 @@ class Trainer:
             raise CheckpointError(
                 f"{folder} was written by another configuration: {', '.join(differ)} differ; expected the options that "
                 "it was started with; give those, or start anew in another --out"
+            )
+        if facts["arch"] != mine["arch"]:
+            raise CheckpointError(
+                f"{folder} was written with the formats of {facts['arch']}, these are those of {mine['arch']}; "
+                f"expected the same; set {devices.OVERRIDE}={facts['arch']}"
             )
         state = self.state()
         checkpoint.load(folder, state)
@@ -612,7 +618,6 @@ def _write_run(file: Path, step: int, trainer: Trainer) -> None:
     result = trainer.result
     run = {
         **trainer.facts(),
-        "arch": result.arch,
         "format": result.format,
         "recipe": trainer.config.recipe,
         "digests": {**kept.get("digests", {}), **result.digests},
@@ -639,6 +644,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
+        elif not isinstance(error, ConfigError):  # this machine's files, perhaps not rank 0's
+            print(f"train, rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return 2
     first = trainer.world.rank == 0
     every = max(1, config.steps // 10)
@@ -680,6 +687,8 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if metrics is not None:
             metrics.close()
+        if "RANK" in os.environ:
+            parallel.leave()
     return 0
 
 

@@ -138,6 +138,13 @@ def test_another_configuration(saved: tuple[Path, dict[str, float]]) -> None:
         Trainer(short(lr=1e-4, seed=3)).restore(saved[0])
 
 
+def test_another_arch(saved: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 of another arch rounds otherwise: resuming is refused and says how to go on."""
+    monkeypatch.setenv("FP8STACK_ARCH", "gfx942")
+    with pytest.raises(CheckpointError, match=r"formats of cpu.*FP8STACK_ARCH=cpu"):
+        Trainer(short()).restore(saved[0])
+
+
 def test_damaged_checkpoint(saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     """A cut metadata file is one line that says what to do, not a traceback from inside torch."""
     (tmp_path / ".metadata").write_bytes((saved[0] / ".metadata").read_bytes()[:100])

@@ -88,8 +88,16 @@ def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
     w1 = trainer.model.layers[0].feed_forward.w1
     dtypes: set[torch.dtype] = set()
     w1.register_forward_pre_hook(lambda module, _: dtypes.add(module.weight.dtype))
+    others: dict[str, torch.dtype] = {}
+    embedding = trainer.model.tok_embeddings
+    embedding.register_forward_pre_hook(lambda module, _: others.update(embedding=module.weight.dtype))
+    attention = trainer.model.layers[0].attention
+    attention.register_forward_pre_hook(
+        lambda _, inputs: others.update(stream=inputs[0].dtype, table=inputs[1][0].dtype)
+    )
     result = trainer.run()
     answer["gathered"] = dtypes
+    answer["others"] = others
     answer["master"] = (w1.weight.dtype, held(w1.weight).shape[0], w1.weight.grad.dtype)
     answer["steps"] = [dataclasses.astuple(record) for record in result.steps]
     answer["digests"] = result.digests["1"]

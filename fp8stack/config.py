@@ -75,6 +75,7 @@ class TrainConfig:
     device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=NEVER)
     recompute: str = _option("none", f"activation checkpointing: {', '.join(RECOMPUTE)}", hashed=NEVER)
     workers: int = _option(0, "processes that read data ahead; 0: this one reads it", hashed=NEVER)
+    code_counts: bool = _option(True, "count saturated and NaN codes, which reads every code again", hashed=NEVER)
     digests: bool = _option(True, "gradient digests of the first three steps", hashed=NEVER)
 
     def __post_init__(self) -> None:

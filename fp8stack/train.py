@@ -81,13 +81,16 @@ BYTES_A_PARAMETER = 16
 # -------------------------------------------------------------------------------------------------------------- results
 @dataclass(frozen=True)
 class StepRecord:
-    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; FP8 code counts."""
+    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; FP8 code counts.
+
+    The counts are None where the configuration asked for none.
+    """
 
     step: int
     loss: float
     grad_norm: float
-    saturated: int
-    nan: int
+    saturated: int | None
+    nan: int | None
 
 
 @dataclass
@@ -152,7 +155,8 @@ class Trainer:
             self.conversion = convert_to_float8(
                 self.model, config.recipe, filter=HIGH_PRECISION, detected=self.detected
             )
-            self.counters = count_codes(self.model, self.device)
+            if config.code_counts:
+                self.counters = count_codes(self.model, self.device)
         compiled = config.compile != "none"
         self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
@@ -352,11 +356,13 @@ class Trainer:
         )
         return total / valid
 
-    def _read(self, loss: torch.Tensor) -> tuple[float, float, int, int]:
+    def _read(self, loss: torch.Tensor) -> tuple[float, float, int | None, int | None]:
         """Loss, gradient norm, saturated and NaN codes, over all ranks: the one time that a step reads the device."""
         value, square, *counts = self._numbers(loss).tolist()
         self.saturated_by_layer = dict(zip(self.counters, map(int, counts[::2]), strict=True))
         norm = _float32(math.sqrt(square)) if square >= 0 else math.nan  # NaN compares false
+        if self.conversion is not None and not self.counters:
+            return _float32(value), norm, None, None
         return _float32(value), norm, int(sum(counts[::2])), int(sum(counts[1::2]))
 
     def _numbers(self, loss: torch.Tensor) -> torch.Tensor:
@@ -612,6 +618,10 @@ def _make_folder(option: str, folder: Path) -> None:
         ) from None
 
 
+def _shown(count: int | None) -> str:
+    return "not counted" if count is None else str(count)
+
+
 def _write_run(file: Path, step: int, trainer: Trainer) -> None:
     """run.json: what a run was and what is too long for a line a step; a resumed run keeps what it had."""
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() and step != 1 else {}
@@ -672,7 +682,7 @@ def main(argv: list[str] | None = None) -> int:
         if record.step == 1 or record.step % every == 0:
             print(
                 f"step {record.step}/{config.steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
-                f"saturated {record.saturated}  nan {record.nan}  {seconds:.1f} s",
+                f"saturated {_shown(record.saturated)}  nan {_shown(record.nan)}  {seconds:.1f} s",
                 file=sys.stderr,
             )
 

@@ -92,7 +92,9 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
     assert fields[IF_SET] == set(if_set)
     hashes = {name: short(**{name: value}).hash for name, value in {**always, **if_set}.items()}
     assert len({SHORT.hash, *hashes.values()}) == len(hashes) + 1
-    elsewhere = {"nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False}
+    elsewhere = {
+        "nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False, "code_counts": False,
+    }  # fmt: skip
     assert fields[NEVER] == set(elsewhere)
     assert SHORT.hash == short(**elsewhere).hash
 
@@ -256,6 +258,32 @@ def test_uneven_valid_tokens() -> None:
     assert whole.item() == pytest.approx(each.mean().item(), rel=1e-12)
     assert partial.item() == pytest.approx(each[kept].mean().item(), rel=1e-12)
     assert loss_of(torch.full_like(labels, train.IGNORED_LABEL)).item() == 0.0
+
+
+def test_codes_that_are_not_counted() -> None:
+    """Without code counts the numbers are the same and the counts are null, not zero; digests too can be left out."""
+    plain, quick = run(short(recipe="rowwise")), run(short(recipe="rowwise", code_counts=False, digests=False))
+    assert [(r.loss, r.grad_norm) for r in quick.steps] == [(r.loss, r.grad_norm) for r in plain.steps]
+    assert {(r.saturated, r.nan) for r in quick.steps} == {(None, None)}
+    assert quick.digests == {}
+    assert run(short(code_counts=False)).steps[0].saturated == 0  # bf16 has no codes
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(r, id=f"train-zero-{r}") for r in ("rowwise", "tensorwise")])
+def test_zero_rows_and_weights_stay_finite(recipe: str) -> None:
+    """Zero-initialised weights and padding whose embedding is zero need no knob (pytorch/ao#3356)."""
+    losses = []
+    for name in ("bf16", recipe):
+        trainer = Trainer(short(recipe=name, steps=5, layers=2))
+        held(trainer.model.tok_embeddings.weight)[int(trainer.data.batch(0, 2).tokens[0, 0])] = 0
+        for layer in trainer.model.layers:
+            held(layer.feed_forward.w2.weight).zero_()
+            held(layer.attention.wo.weight).zero_()
+        result = trainer.run()
+        assert all(math.isfinite(record.loss) and math.isfinite(record.grad_norm) for record in result.steps)
+        assert all(record.nan == 0 for record in result.steps)
+        losses.append([record.loss for record in result.steps])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
 def test_digests_need_every_gradient() -> None:

@@ -26,9 +26,10 @@ def parser() -> argparse.ArgumentParser:
     """The options of `python -m fp8stack.train`: a field of TrainConfig each, and what is done with a run."""
     options = _Parser(
         prog="python -m fp8stack.train",
-        description="Train a model on a synthetic language; one JSON line a step (loss, gradient norm, code counts).",
+        description="Train a model, in one process or under torchrun; one JSON line a step (loss, gradient norm, code "
+        "counts, speed, utilisation, matrix products).",
         epilog=f"{OVERRIDE}=gfx942 trains with the formats of that arch on any machine. Exit codes: 0 done, "
-        "1 stopped by a non-finite value, 2 bad input.",
+        "1 stopped by a non-finite value or a checkpoint that could not be written, 2 bad input.",
         allow_abbrev=False,
     )
     for entry in dataclasses.fields(TrainConfig):
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
             if str(entry.type) == "bool"
             else {"type": {"int": int, "float": float, "str": str}[str(entry.type)]}
         )
-        told = f"{entry.metadata['help']} (default: {entry.default or 'none'})"
+        told = f"{entry.metadata['help']} (default: {'none' if entry.default == '' else entry.default})"
         options.add_argument(f"--{entry.name.replace('_', '-')}", default=entry.default, help=told, **kind)
     options.add_argument(
         "--out", type=Path, help="folder for metrics.jsonl and checkpoints; without it lines go to stdout"

@@ -536,6 +536,21 @@ def _check_memory(config: TrainConfig, world: World) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ CLI
+def _check_dry(arguments: dict[str, Any]) -> None:
+    """Refuse options of the dry run without it, and with it those of a run."""
+    dry = arguments["dry_run"]
+    for option, unused in (
+        *(("world_size", 1), ("device_name", "cpu"), ("topology", None), ("json", False)),
+        *(("checkpoint_every", 0), ("resume", False), ("export", None), ("profile", None), ("out", None)),
+    ):
+        if arguments[option] != unused and dry == (option not in ("world_size", "device_name", "topology", "json")):
+            name = f"--{option.replace('_', '-')}"
+            raise ConfigError(
+                f"{name} does nothing {'in' if dry else 'without'} a dry run; expected it only "
+                f"{'without' if dry else 'with'} --dry-run; drop {name}"
+            )
+
+
 def _dry_run(config: TrainConfig, arguments: dict[str, Any]) -> int:
     """Print the dry run. ConfigError as everywhere."""
     ranks = arguments["world_size"]
@@ -643,6 +658,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = vars(parser().parse_args(argv))
         names = {entry.name for entry in dataclasses.fields(TrainConfig)}
         config = TrainConfig(**{name: value for name, value in arguments.items() if name in names})
+        _check_dry(arguments)
         if arguments["dry_run"]:
             return _dry_run(config, arguments)
         trainer = Trainer(config)

@@ -150,6 +150,8 @@ def _check_config(folder: Path, size: Llama) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     """Name of each tensor -> the file that holds it."""
     safetensors = _safetensors()
+    if not folder.is_dir():
+        raise WeightsError(f"{folder} is no folder; expected one with safetensors in it; correct --init-from")
     try:
         if (folder / INDEX).exists():
             listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -160,11 +162,12 @@ def _files(folder: Path) -> dict[str, Path]:
                 found.update(dict.fromkeys(stream.keys(), file))
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise WeightsError(
-            f"{folder} cannot be read ({error}); expected safetensors as Hugging Face lays them out; correct the folder"
+            f"{folder} cannot be read ({error}); expected safetensors as Hugging Face lays them out; correct "
+            "--init-from"
         ) from None
     if not found:
         raise WeightsError(
-            f"{folder} holds no .safetensors file; expected weights as Hugging Face lays them out; correct the folder"
+            f"{folder} holds no .safetensors file; expected weights as Hugging Face lays them out; correct --init-from"
         )
     return found
 

@@ -322,6 +322,12 @@ BAD = {
     "recompute": (["--recompute", "some"], "recompute 'some'"),
     "data-dtype": (["--data-dtype", "int8"], "data_dtype 'int8'"),
     "out": (["--out", "/dev/null/x"], "--out"),
+    "export-dry": (["--dry-run", "--export", "x"], "--export"),
+    "topology": (["--topology", "x"], "--topology"),
+    "world-size": (["--world-size", "8"], "--world-size"),
+    "data": (["--data", "/dev/null/x"], "--data"),
+    "init-from": (["--init-from", "/dev/null/x"], "--init-from"),
+    "batch-of-ranks": (["--dry-run", "--world-size", "3"], "--batch"),
 }
 
 
@@ -354,7 +360,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for entry in dataclasses.fields(TrainConfig):
         option = f"--{entry.name.replace('_', '-')}"
         value = f", --no-{option[2:]}" if entry.type == "bool" else f" {entry.name.upper()}"
-        assert f"{option}{value} {entry.metadata['help']} (default: {entry.default or 'none'})" in told
+        assert (
+            f"{option}{value} {entry.metadata['help']} (default: {'none' if entry.default == '' else entry.default})"
+            in told
+        )
     assert all(name in told for name in (*MODELS, *RECIPES, "FP8STACK_ARCH", "Exit codes"))
 
 

@@ -87,7 +87,7 @@ def join(device: str) -> World:
 
     Raises ConfigError where the device is not here, or is named by number under torchrun.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     found = _resolve_device(device, ranks)
     if found.type == "cuda":
         torch.cuda.set_device(found)

@@ -27,7 +27,8 @@ row).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -116,17 +117,36 @@ def recipe_named(name: str) -> Recipe:
 
 
 # -------------------------------------------------------------------------------------------------- high-precision GEMM
+_played: str | None = None
+
+
+@contextmanager
+def playing(device_type: str) -> Iterator[None]:
+    """Inside, tensors of a CPU take the arithmetic of that device type: for a dry run, which has no other device."""
+    global _played
+    before, _played = _played, device_type
+    try:
+        yield
+    finally:
+        _played = before
+
+
+def device_type(x: torch.Tensor) -> str:
+    """Whose arithmetic x takes: its device's type, unless a dry run is `playing` another."""
+    return _played or x.device.type
+
+
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """What sums and exponentials of bf16 values are computed in: float64 on a CPU, float32 elsewhere.
 
     On a CPU neither the order of a sum nor the last bit of an exponential then reaches a bf16 result (see the header).
     """
-    return torch.float64 if x.device.type == "cpu" else torch.float32
+    return torch.float64 if device_type(x) == "cpu" else torch.float32
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
     """A bf16 tensor on a CPU as float64, exactly; any other tensor as it is: its device multiplies it well enough."""
-    return x.double() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+    return x.double() if device_type(x) == "cpu" and x.dtype == torch.bfloat16 else x
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -197,8 +217,8 @@ class Plan:
 class _Operand:
     """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions."""
 
-    def __init__(self, x: torch.Tensor, plan: Plan) -> None:
-        self.x, self.plan = x, plan
+    def __init__(self, x: torch.Tensor, plan: Plan, backward: bool = False) -> None:
+        self.x, self.plan, self.backward = x, plan, backward
         self._tensorwise: dict[Cast, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +239,7 @@ class _Operand:
 
     def _count(self, codes: torch.Tensor, fmt: Format) -> None:
         if self.plan.counter is not None:
-            self.plan.counter.observe(codes, fmt)
+            self.plan.counter.observe(codes, fmt, self.backward)
 
 
 def _gemm(
@@ -277,12 +297,14 @@ class _Float8LinearFunction(torch.autograd.Function):
 
         # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
         grad = grad.contiguous()
-        grad_operand = _Operand(grad, plan)
+        grad_operand = _Operand(grad, plan, backward=True)
         grad_x = grad_weight = None
         if need_x:
             casts = plan.recipe.grad_input
             grad_x = _gemm(
-                grad_operand.contracting(1, casts.left), _Operand(weight, plan).contracting(0, casts.right), x.dtype
+                grad_operand.contracting(1, casts.left),
+                _Operand(weight, plan, backward=True).contracting(0, casts.right),
+                x.dtype,
             )
         if need_weight and plan.recipe.grad_weight is None:
             grad_weight = product(widened(grad).t(), widened(x), x.dtype)
@@ -291,9 +313,11 @@ class _Float8LinearFunction(torch.autograd.Function):
             tail = -x.shape[0] % ALIGNMENT
             if tail:  # M is the contraction here; zero rows change neither an amax nor a sum
                 x = nn.functional.pad(x, (0, 0, 0, tail))
-                grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan)
+                grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan, backward=True)
             grad_weight = _gemm(
-                grad_operand.contracting(0, casts.left), _Operand(x, plan).contracting(0, casts.right), x.dtype
+                grad_operand.contracting(0, casts.left),
+                _Operand(x, plan, backward=True).contracting(0, casts.right),
+                x.dtype,
             )
         return grad_x, grad_weight, _grad_bias(grad) if need_bias else None, None
 

@@ -16,12 +16,13 @@ Not here: throughput and utilisation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class CodeTable(Protocol):
@@ -35,38 +36,58 @@ class CodeTable(Protocol):
     def inf_codes(self) -> tuple[int, ...]: ...
 
 
-class CodeCounter:
-    """Counts codes at +-MAX and NaN codes over everything that is quantised between two calls of `take`.
+@torch.library.custom_op("fp8stack::count_codes", mutates_args=("total",))
+def _count_codes(codes: torch.Tensor, masks: torch.Tensor, total: torch.Tensor) -> None:
+    """total (2,) += how many of `codes` (uint8) each row of `masks` (int64 (2, 256)) marks.
 
-    Accumulates on the device of the codes: on a GPU `observe` reads nothing back, `take` synchronises once.
+    An op of its own, so that activation checkpointing can keep it from running again in the recomputed forward.
+    """
+    codes = codes.reshape(-1)
+    if codes.device.type == "cpu":
+        total += masks @ torch.bincount(codes, minlength=256)
+    else:  # bincount synchronises on a GPU; a gather from the table does not
+        total += masks.to(torch.uint8)[:, codes.int()].sum(dim=1, dtype=torch.int64)
+
+
+class CodeCounter:
+    """Counts codes at +-MAX and NaN codes over everything that is quantised between two calls of `take` or `drain`.
+
+    Accumulates on the device of the codes, which must stay one: `observe` reads nothing back, `take` synchronises. The
+    forward and the backward pass have totals of their own: a compiled graph may change a tensor in one of them only.
     """
 
     def __init__(self) -> None:
-        self._masks: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._totals: dict[torch.device, torch.Tensor] = {}
+        self._masks: dict[str, torch.Tensor] = {}
+        self.totals: list[torch.Tensor] = []  # of the forward and of the backward pass, int64 (2,) each
 
-    def observe(self, codes: torch.Tensor, table: CodeTable) -> None:
+    def prepare(self, device: torch.device, *tables: CodeTable) -> None:
+        """Allocate for codes of these formats on `device`; `observe` does it too, but cannot in a compiled graph."""
+        for table in tables:
+            self._masks[table.name] = _masks(table).to(device)
+        if not self.totals:
+            self.totals = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2)]
+
+    def observe(self, codes: torch.Tensor, table: CodeTable, backward: bool = False) -> None:
         """Add `codes` (any shape, one byte an element) to the counts."""
-        data = codes.detach().view(torch.uint8).reshape(-1)
-        key = (table.name, data.device)
-        if key not in self._masks:
-            self._masks[key] = _masks(table).to(data.device)
-        if data.device not in self._totals:
-            self._totals[data.device] = torch.zeros(2, dtype=torch.int64, device=data.device)
-        if data.device.type == "cpu":
-            counts = self._masks[key] @ torch.bincount(data, minlength=256)
-        else:  # bincount synchronises on a GPU; a gather from the table does not
-            counts = self._masks[key].to(torch.uint8)[:, data.int()].sum(dim=1, dtype=torch.int64)
-        self._totals[data.device] += counts
+        if table.name not in self._masks:
+            self.prepare(codes.device, table)
+        _count_codes(codes.detach().view(torch.uint8), self._masks[table.name], self.totals[backward])
 
     def take(self) -> tuple[int, int]:
         """(codes at +-MAX, NaN codes) since the last call; starts again from zero."""
-        saturated = nan = 0
-        for total in self._totals.values():
-            counted = total.tolist()
-            saturated, nan = saturated + counted[0], nan + counted[1]
-            total.zero_()
+        if not self.totals:
+            return 0, 0
+        saturated, nan = drain([self])[0].tolist()
         return saturated, nan
+
+
+@torch.no_grad()
+def drain(counters: Sequence[CodeCounter]) -> torch.Tensor:
+    """`take` of many counters, all of which have counted: int64 (counters, 2) on their device, nothing read back."""
+    totals = [total for counter in counters for total in counter.totals]
+    counted = torch.stack(totals).view(-1, 2, 2).sum(dim=1)
+    torch._foreach_zero_(totals)
+    return counted
 
 
 def _masks(table: CodeTable) -> torch.Tensor:
@@ -85,6 +106,8 @@ def _masks(table: CodeTable) -> torch.Tensor:
 class GradientDigests:
     """Digests of every parameter's gradient: {name: [norm, mean, dot1, dot2]}, computed in float64.
 
+    A sharded gradient is gathered first, one parameter at a time: every rank gets the digests of world size 1.
+
     Args:
         model: whose gradients.
         signs: (name, count) -> int8 (2, count) of +1 and -1, the two vectors of the parameter called `name`.
@@ -102,7 +125,9 @@ class GradientDigests:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None:
                 raise ValueError(f"parameter '{name}' has no gradient; expected all to take part; check the model")
-            gradient = parameter.grad.detach().double().reshape(-1)
+            gradient = parameter.grad.detach()
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            gradient = whole.double().reshape(-1)
             if name not in self._signs:
                 self._signs[name] = self._draw(name, gradient.numel()).to(gradient.device)
             dots = self._signs[name].double() @ gradient
@@ -112,9 +137,18 @@ class GradientDigests:
 class JsonLines:
     """One JSON object a line, flushed, to a file or a stream. Refuses NaN and infinity: they are not JSON."""
 
-    def __init__(self, target: Path | TextIO) -> None:
+    def __init__(self, target: Path | TextIO, keep: int = 0) -> None:
+        """target: a file, begun anew but for the lines of steps 1 ... `keep` that it holds; or an open stream."""
         self._owned = isinstance(target, Path)
-        self._stream: TextIO = target.open("w", encoding="utf-8") if isinstance(target, Path) else target
+        if isinstance(target, Path):
+            kept = target.read_text(encoding="utf-8").splitlines() if keep and target.exists() else []
+            self._stream: TextIO = target.open("w", encoding="utf-8")
+            for line in kept:
+                if _step_of(line) <= keep:
+                    self._stream.write(line + "\n")
+            self._stream.flush()
+        else:
+            self._stream = target
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
@@ -125,3 +159,12 @@ class JsonLines:
         """Close a file that was opened here; leave a stream open."""
         if self._owned:
             self._stream.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinity for one that a kill cut off."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+    return float(step)

@@ -25,7 +25,10 @@ further 1/sqrt(2 * layers).
 FP8 replaces the linears of the blocks. The embedding is no product, and the output head stays in bf16: its gradient
 sees every logit, and torchao, torchtitan and Megatron leave it too.
 
-Not here: DeepSeek-V3, sharding, activation checkpointing, compile.
+Sharding, activation checkpointing and compile happen around these modules (parallel.py). A sharded parameter is filled
+by each rank with its own part of the same numbers.
+
+Not here: DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8stack.data import random_bits
-from fp8stack.linear import Linear, wide_dtype
+from fp8stack.linear import Linear, device_type, wide_dtype
 
 # Names of the modules that stay in high precision, for `convert_to_float8(filter=)`.
 HIGH_PRECISION = ("output",)
@@ -69,9 +74,23 @@ class Llama:
     @property
     def parameters(self) -> int:
         """Number of parameters, embedding and output head included (not tied)."""
+        norms = (2 * self.layers + 1) * self.dim
+        return 2 * self.vocab * self.dim + self.block_matmul_parameters + norms
+
+    @property
+    def block_matmul_parameters(self) -> int:
+        """Weights of the matrix products of the blocks: what FP8 recipes convert."""
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        block = attention + 3 * self.dim * self.ffn + 2 * self.dim
-        return 2 * self.vocab * self.dim + self.layers * block + self.dim
+        return self.layers * (attention + 3 * self.dim * self.ffn)
+
+    @property
+    def head_matmul_parameters(self) -> int:
+        """Weights of the output head, which stays in bf16. The embedding multiplies nothing."""
+        return self.vocab * self.dim
+
+    def attention_flops_a_token(self, seq: int) -> int:
+        """6 x layers x heads x (width of q and k + width of v) x sequence: forward and backward, the mask not used."""
+        return 6 * self.layers * self.heads * (2 * self.head_dim) * seq
 
 
 # tiny is this project's own, for CPUs; debug is torchtitan's debug model; the others are Meta's Llama 3 and 3.1 (1b:
@@ -124,7 +143,7 @@ def rotate(x_BSHK: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> to
 
 def causal_attention(q_BHSK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor) -> torch.Tensor:
     """softmax(q k^T / sqrt(K) + causal mask) v, (B,H,S,K). Precision: see the header."""
-    if q_BHSK.device.type != "cpu":
+    if device_type(q_BHSK) != "cpu":
         return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=True)
     seq, head_dim = q_BHSK.shape[-2:]
     wide = wide_dtype(q_BHSK)
@@ -221,10 +240,12 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill every parameter from `seed` and its own name: independent of order, sharding, device and platform."""
         for name, parameter in self.named_parameters():
+            local, first = local_part(parameter)
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
+                local.fill_(1.0)
             else:
-                parameter.copy_(initial_weight(seed, name, parameter.shape, self._init_std(name, parameter)))
+                std = self._init_std(name, parameter)
+                local.copy_(initial_weight(seed, name, local.shape, std, first, local.device))
 
     def _init_std(self, name: str, parameter: torch.Tensor) -> float:
         if name == "tok_embeddings.weight":
@@ -233,14 +254,35 @@ class Transformer(nn.Module):
         return parameter.shape[1] ** -0.5 * ((2 * self.size.layers) ** -0.5 if residual else 1.0)
 
 
-def initial_weight(seed: int, name: str, shape: torch.Size, std: float) -> torch.Tensor:
-    """float32 tensor of `shape` with standard deviation `std`, from integers (see the header)."""
-    weight = torch.empty(shape.numel(), dtype=torch.float32)
+def held(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `parameter` or of its gradient: contiguous rows; all of it where it is not sharded."""
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`held`, and the index of its first element in the whole."""
+    local = held(parameter)
+    if not isinstance(parameter, DTensor):
+        return local, 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    assert not any(offset[1:]), f"parameters are sharded along their first dimension, not at {offset}"
+    return local, offset[0] * math.prod(parameter.shape[1:]) if local.numel() else 0
+
+
+def initial_weight(
+    seed: int, name: str, shape: torch.Size, std: float, first: int = 0, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Elements `first`, `first` + 1, ... of the parameter called `name`, as float32 of `shape`.
+
+    Standard deviation `std`; from integers (see the header), computed on `device`: every device gives the same bits.
+    """
+    weight = torch.empty(shape.numel(), dtype=torch.float32, device=device)
     for start in range(0, weight.numel(), _INIT_CHUNK):
-        index = torch.arange(start, min(start + _INIT_CHUNK, weight.numel()))
+        stop = min(start + _INIT_CHUNK, weight.numel())
+        index = torch.arange(first + start, first + stop, device=device)
         total = torch.zeros_like(index)
         for half in ("a", "b"):
             bits = random_bits(seed, f"init/{name}/{half}", index)
             total += (bits & 0xFFFF) + (bits >> 16)
-        weight[start : start + len(index)] = (total.double() - _INIT_MEAN_OF_SUM) * (std / _INIT_STD_OF_SUM)
+        weight[start:stop] = (total.double() - _INIT_MEAN_OF_SUM) * (std / _INIT_STD_OF_SUM)
     return weight.view(shape)

@@ -1,10 +1,11 @@
-"""The trainer: config -> device -> model -> FP8 conversion -> weights -> optimiser -> data -> loop -> JSON lines.
+"""The trainer: config -> ranks -> model -> FP8 -> checkpointing -> compile -> FSDP2 -> weights -> optimiser -> loop.
 
     python -m fp8stack.train --model llama3-tiny --recipe rowwise --steps 100 --seed 0 --out DIR
+    torchrun --nproc-per-node 8 -m fp8stack.train --model llama3-8b --recipe rowwise_with_gw_hp ...
 
-One readable path, no registry and no callbacks. A run is a pure function of its configuration and its arch: weights,
-tokens and nudges come from integers (data.py), the order of operations is fixed, nothing reads the clock or torch's
-generators, so a rerun on one machine gives the same bits.
+One readable path, no registry and no callbacks; one process takes the same one as a thousand. A run is a pure function
+of its configuration and its arch: weights, tokens and nudges come from integers (data.py), the order of operations is
+fixed, nothing reads the clock or torch's generators, so a rerun on one machine gives the same bits.
 
 Two machines may not, and a baseline must know how far apart two harmless runs may be. `--nudge i` makes a harmless
 difference: it flips a mantissa bit of one in a thousand initial weights, chosen by i: the last one that bf16, the dtype
@@ -12,41 +13,61 @@ of the products, keeps. (The last bit of the float32 master is rounded away befo
 out identical to run 0, bit by bit.) So run i begins where a harmless change of an operation's order leads: a few
 results in a thousand at the other bf16 neighbour. Run 0 is the configuration as it is.
 
-A non-finite loss or gradient norm stops the run before the optimiser sees it. The step is then repeated with a watch
+The loss is the sum over valid tokens of all ranks and microbatches, divided by their number: never a mean of means. A
+step reads the device once, after the backward pass: loss, gradient norm and code counts, summed over the ranks, in one
+vector. A non-finite loss or norm stops every rank before the optimiser sees it. The step is then repeated with a watch
 on every module (the run is deterministic, so it fails the same way) and the first module whose output, or failing
-that whose gradient, is not finite is named. Normal steps pay nothing for this.
+that whose gradient, is not finite is named, whichever rank saw it. Normal steps pay nothing for this.
 
-Exit codes: 0 done; 1 stopped by a non-finite value; 2 bad input (one line: what, expected, what next).
-
-Not here yet: several processes (parallel.py), checkpoints, token files, compile, throughput accounting.
+Exit codes: 0 done; 1 stopped, by a non-finite value or a checkpoint that could not be written; 2 bad input (one line:
+what, expected, what next).
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import hashlib
 import json
 import math
 import os
+import resource
+import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import record_function
 
+from fp8stack import checkpoint, dryrun, parallel, weights
 from fp8stack import device as devices
-from fp8stack.data import GENERATOR_VERSION, Batch, SyntheticTokens, random_bits, random_signs
-from fp8stack.linear import RECIPES, Conversion, convert_to_float8, wide_dtype
-from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines
-from fp8stack.models import HIGH_PRECISION, MODELS, Transformer, model_named
+from fp8stack.blame import NonFiniteError, first_non_finite
+from fp8stack.checkpoint import CheckpointError, Checkpoints
+from fp8stack.config import BF16, ConfigError, TrainConfig, learning_rate
+from fp8stack.data import (
+    SYNTHETIC,
+    Batch,
+    DataError,
+    SyntheticTokens,
+    Text,
+    TokenFile,
+    batches,
+    random_bits,
+    random_signs,
+)
+from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
+from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
+from fp8stack.models import HIGH_PRECISION, Transformer, held, local_part
+from fp8stack.options import parser
+from fp8stack.parallel import GemmCounter, GemmCounts, World
+from fp8stack.profile import TraceError, Tracing
+from fp8stack.utilisation import ImplausibleUtilisation, flops_a_token, utilisation
+from fp8stack.weights import WeightsError
 
-BF16 = "bf16"
 DIGEST_STEPS = (1, 2, 3)
 IGNORED_LABEL = -100
 # One in so many weights is nudged.
@@ -57,116 +78,19 @@ NUDGED_BIT = 16
 BYTES_A_PARAMETER = 16
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message is one line: what, expected, what next."""
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not finite. `step` counts from 1; `module` is the first that produced it."""
-
-    def __init__(self, step: int, what: str, module: str, how: str) -> None:
-        super().__init__(
-            f"step {step}: {what} is not finite; the first module that produced it is '{module}' ({how}); "
-            "look at that module's inputs and weights, or lower the learning rate"
-        )
-        self.step, self.module = step, module
-
-
-# -------------------------------------------------------------------------------------------------------- configuration
-def _option(default: Any, told: str, hashed: bool = True) -> Any:
-    """A field of TrainConfig: its default, what --help says of it, and whether it is part of the hash."""
-    return field(default=default, metadata={"help": told, "hashed": hashed})
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Everything that decides a run. Fields above the line change its numerics and make up `hash`; others do not."""
-
-    model: str = _option("llama3-tiny", f"one of: {', '.join(MODELS)}")
-    recipe: str = _option(BF16, f"one of: {', '.join((BF16, *RECIPES))}")
-    steps: int = _option(100, "optimiser steps")
-    seed: int = _option(0, "of weights and text")
-    batch: int = _option(8, "sequences a step")
-    seq: int = _option(128, "tokens a sequence")
-    lr: float = _option(3e-3, "learning rate at the end of the warm-up")
-    min_lr_ratio: float = _option(0.1, "of lr, at the last step of the cosine")
-    warmup: int = _option(10, "steps of linear warm-up")
-    schedule: str = _option("cosine", "after the warm-up: cosine or constant")
-    beta1: float = _option(0.9, "of AdamW")
-    beta2: float = _option(0.95, "of AdamW")
-    eps: float = _option(1e-8, "of AdamW")
-    weight_decay: float = _option(0.1, "on matrices only")
-    clip: float = _option(1.0, "largest global gradient norm")
-    # ---- not in the hash
-    nudge: int = _option(0, "which harmless change of the initial weights; 0: none", hashed=False)
-    device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=False)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot run, with one line that names the option."""
-        for name, known in (("model", MODELS), ("recipe", (BF16, *RECIPES)), ("schedule", _SCHEDULES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} '{getattr(self, name)}' does not exist; expected one of: {', '.join(known)}; "
-                    "choose one of these"
-                )
-        for name, low in (("steps", 1), ("batch", 1), ("seq", 1), ("warmup", 0), ("nudge", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-                raise ConfigError(f"{name} is {value!r}; expected an integer from {low} to 2^32 - 1; correct --{name}")
-        for name, low, high in (
-            ("lr", 0.0, 1e3),
-            ("min_lr_ratio", 0.0, 1.0),
-            ("beta1", 0.0, 1.0 - 1e-9),
-            ("beta2", 0.0, 1.0 - 1e-9),
-            ("eps", 0.0, 1.0),
-            ("weight_decay", 0.0, 1e3),
-            ("clip", 1e-9, 1e9),
-        ):
-            value = getattr(self, name)
-            if not (isinstance(value, float | int) and low <= value <= high):  # written so that NaN is refused
-                option = name.replace("_", "-")
-                raise ConfigError(
-                    f"{name} is {value!r}; expected a number from {low:g} to {high:g}; correct --{option}"
-                )
-
-    def hashed(self) -> dict[str, Any]:
-        """The fields that change numerics, the sizes behind the model's name and the generator's version."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("hashed", True)}
-        return {**fields, "sizes": dataclasses.asdict(model_named(self.model)), "generator": GENERATOR_VERSION}
-
-    @property
-    def hash(self) -> str:
-        """16 hex digits over `hashed()`: equal means the same computation was asked for."""
-        text = json.dumps(self.hashed(), sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _cosine(config: TrainConfig, step: int) -> float:
-    """Factor of lr at `step` (from 1): from 1 after the warm-up to min_lr_ratio at the last step."""
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-_SCHEDULES: dict[str, Callable[[TrainConfig, int], float]] = {"cosine": _cosine, "constant": lambda config, step: 1.0}
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of `step` (from 1): linear warm-up, then the schedule."""
-    if step <= config.warmup:
-        return config.lr * step / config.warmup
-    return config.lr * _SCHEDULES[config.schedule](config, step)
-
-
 # -------------------------------------------------------------------------------------------------------------- results
 @dataclass(frozen=True)
 class StepRecord:
-    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; FP8 code counts."""
+    """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; FP8 code counts.
+
+    The counts are None where the configuration asked for none.
+    """
 
     step: int
     loss: float
     grad_norm: float
-    saturated: int
-    nan: int
+    saturated: int | None
+    nan: int | None
 
 
 @dataclass
@@ -210,25 +134,41 @@ class Result:
 class Trainer:
     """A model, an optimiser and a stream of tokens, ready for step 1. `run` below is the usual way in.
 
-    Raises ConfigError where the device is not here or too small, UnknownArch where it has no row of formats.
+    Raises ConfigError where the device is not here or too small or the ranks do not divide the batch, UnknownArch where
+    the device has no row of formats.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         self.config = config
-        self.device = _resolve_device(config.device)
+        self.world = world or parallel.join(config.device)
+        dry = self.world.plays is not None
+        self.device = self.world.device
         self.detected = devices.detect(self.device)
-        _check_memory(config, self.device)
-        size = model_named(config.model)
+        _check_shares(config, self.world.size)
+        if not dry:
+            _check_memory(config, self.world)
         with torch.device("meta"):
-            self.model = Transformer(size)
-        self.counter = CodeCounter()
+            self.model = Transformer(config.size)
+        self.counters: dict[str, CodeCounter] = {}
         self.conversion: Conversion | None = None
         if config.recipe != BF16:
             self.conversion = convert_to_float8(
-                self.model, config.recipe, filter=HIGH_PRECISION, detected=self.detected, counter=self.counter
+                self.model, config.recipe, filter=HIGH_PRECISION, detected=self.detected
             )
+            if config.code_counts:
+                self.counters = count_codes(self.model, self.device)
+        compiled = config.compile != "none"
+        self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
+        self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
+        parallel.shard(self.model, self.world)
         self.model.to_empty(device=self.device)
-        self.model.init_weights(config.seed)
+        if dry:
+            self.origin = "no weights"
+        elif config.init_from:
+            self.origin = weights.read(Path(config.init_from), self.model, config.size)
+        else:
+            self.model.init_weights(config.seed)
+            self.origin = f"weights from seed {config.seed}"
         nudge_weights(self.model, config.nudge)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
@@ -239,11 +179,27 @@ class Trainer:
             eps=config.eps,
             fused=True,
         )
-        self.data = SyntheticTokens(size.vocab, config.seq, config.seed)
+        self.data = _text(config)
+        self.step = 0  # of the last update
         self.digests = GradientDigests(self.model, random_signs)
+        self.gemms: GemmCounts | None = None  # of the step that was counted
+        self.saturated_by_layer: dict[str, int] = {}  # of the last step
+        self.measured: dict[str, Any] = {}  # of the last step: time, memory, utilisation, products, recompiles
+        native = not self.detected.simulated and self.detected.target.native_fp8_matmul
+        self.flops = flops_a_token(config.size, config.seq, config.recipe, native)
 
-    def run(self, on_step: Callable[[StepRecord], None] | None = None) -> Result:
-        """All steps of the configuration. NonFiniteError stops it."""
+    def run(
+        self,
+        on_step: Callable[[StepRecord], None] | None = None,
+        checkpoints: Checkpoints | None = None,
+        every: int = 0,
+        profile_to: Path | None = None,
+    ) -> Result:
+        """The steps that are left of the configuration. NonFiniteError stops it.
+
+        on_step: gets each record as it is made. checkpoints, every: one is saved after each `every` steps. profile_to:
+        folder for a trace of a few steps.
+        """
         result = Result(
             config=self.config,
             arch=self.detected.arch.name,
@@ -251,75 +207,201 @@ class Trainer:
             format=self.conversion.e4m3 if self.conversion else BF16,
             conversion=self.conversion,
         )
+        self.result = result
+        # Compiling is not training: where blocks are compiled, the second step is counted.
+        self._counted_step = self.step + (2 if self.compiler else 1)
         began = time.perf_counter()
-        with _deterministic():
-            for step in range(1, self.config.steps + 1):
-                record = self._step(step, result)
+        with _deterministic(self.config.deterministic):
+            share = self.config.batch // self.world.size
+            left = range(self.step, self.config.steps)
+            shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
+            start = time.perf_counter()
+            tracing = None
+            if profile_to is not None and self.world.rank == 0:
+                tracing = Tracing(profile_to, profiled_steps(self.config, self.step), self.device.type == "cuda")
+            for step, batch in enumerate(shares, start=self.step + 1):
+                if tracing is not None:
+                    tracing.before(step)
+                graphs = self.compiler.graphs if self.compiler else 0
+                record = self._step(step, batch, result)
+                self.step, end = step, time.perf_counter()
+                self.measured = self._measure(end - start, graphs)
+                start = end
                 result.steps.append(record)
+                if tracing is not None:
+                    tracing.after(step)
                 if on_step is not None:
                     on_step(record)
+                if checkpoints is not None and every and step % every == 0:
+                    checkpoints.save(step, self.state(), self.facts())
+            if checkpoints is not None:
+                checkpoints.wait()
         result.seconds = time.perf_counter() - began
         return result
 
-    def _step(self, step: int, result: Result) -> StepRecord:
-        batch = self.data.batch(step - 1, self.config.batch)
+    def _step(self, step: int, batch: Batch, result: Result) -> StepRecord:
+        parts = self._microbatches(batch)
+        valid = self._valid_tokens(parts)
         self.optimiser.zero_grad(set_to_none=True)
-        loss = self._loss(batch)
-        value = _float32(loss.item())
+        counting = GemmCounter(self.decisions, self.compiler is not None) if step == self._counted_step else None
+        with counting or nullcontext():
+            loss = self._gradients(parts, valid)
+        if counting is not None:
+            self.gemms = counting.counts()
+        value, norm, saturated, nan = self._read(loss)
         if not math.isfinite(value):
-            raise self._blame(step, "the loss", batch)
-        loss.backward()
-        if step in DIGEST_STEPS:
-            result.digests[str(step)] = self.digests.take()
-        norm = global_norm(self.model)
+            raise self._blamed(step, "the loss", parts, valid)
         if not math.isfinite(norm):
-            raise self._blame(step, "the gradient norm", batch)
+            raise self._blamed(step, "the gradient norm", parts, valid)
+        if step in DIGEST_STEPS and self.config.digests:
+            result.digests[str(step)] = self.digests.take()
         if norm > self.config.clip:
-            torch._foreach_mul_([p.grad for p in self.model.parameters()], self.config.clip / norm)
+            torch._foreach_mul_(list(_gradients(self.model)), self.config.clip / norm)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
-        saturated, nan = self.counter.take()
         return StepRecord(step, value, norm, saturated, nan)
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
-        """Sum over valid tokens / number of valid tokens, () in the wide dtype."""
-        tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
-        logits = self.model(tokens)
+    def _measure(self, seconds: float, graphs: int) -> dict[str, Any]:
+        """What the step of this rank cost. seconds: since the last one ended. graphs: compiled before it began."""
+        tokens = self.config.batch * self.config.seq
+        if self.device.type == "cuda":
+            name, peak = torch.cuda.get_device_name(self.device), torch.cuda.max_memory_allocated(self.device)
+        else:
+            name, peak = self.device.type, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        compiled = self.compiler.graphs - graphs if self.compiler else 0
+        return {
+            "step_seconds": seconds,
+            "tokens_a_second": tokens / seconds,
+            **utilisation(self.flops, tokens // self.world.size, seconds, name),
+            "peak_memory_bytes": peak,
+            "gemms": self.gemms.as_json() if self.gemms else None,
+            "recompiles": compiled if graphs else 0,  # the first graph is no recompile
+        }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that the next step depends on and that its number does not give: plain float32 tensors by name."""
+        state = {}
+        for name, parameter in self.model.named_parameters():
+            moments = self.optimiser.state[parameter]
+            if not moments:  # AdamW makes them at its first step; a checkpoint may be loaded before
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=self.device)
+                moments["exp_avg"] = torch.zeros_like(parameter)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            state[f"model/{name}"] = parameter.detach()
+            state[f"exp_avg/{name}"], state[f"exp_avg_sq/{name}"] = moments["exp_avg"], moments["exp_avg_sq"]
+            state["adam_step"] = moments["step"]  # equal for all
+        return state
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of itself."""
+        return {
+            "step": self.step,
+            "config_hash": self.config.hash,
+            "config": self.config.hashed(),
+            "arch": self.detected.arch.name,
+            "ranks": self.world.size,
+            "torch": torch.__version__,
+        }
+
+    def restore(self, folder: Path) -> None:
+        """Continue after the step of a checkpoint. CheckpointError where it is of another configuration. Collective."""
+        facts = checkpoint.read_facts(folder)
+        mine = self.facts()
+        if facts["config_hash"] != mine["config_hash"]:
+            ours, theirs = mine["config"], facts["config"]
+            differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            raise CheckpointError(
+                f"{folder} was written by another configuration: {', '.join(differ)} differ; expected the options that "
+                "it was started with; give those, or start anew in another --out"
+            )
+        if facts["arch"] != mine["arch"]:
+            raise CheckpointError(
+                f"{folder} was written with the formats of {facts['arch']}, these are those of {mine['arch']}; "
+                f"expected the same; set {devices.OVERRIDE}={facts['arch']}"
+            )
+        state = self.state()
+        checkpoint.load(folder, state)
+        for moments in self.optimiser.state.values():
+            moments["step"].copy_(state["adam_step"])
+        self.step = facts["step"]
+
+    def _microbatches(self, batch: Batch) -> list[Batch]:
+        """This rank's share of a step on its device, cut into `accumulate` parts."""
+        parts = (t.to(self.device).chunk(self.config.accumulate) for t in (batch.tokens, batch.labels))
+        return [Batch(tokens, labels) for tokens, labels in zip(*parts, strict=True)]
+
+    def _valid_tokens(self, parts: list[Batch]) -> torch.Tensor:
+        """Labels that count in the loss, over all ranks and microbatches. 1 without any: the loss is 0, not 0/0."""
+        own = torch.stack([(part.labels != IGNORED_LABEL).sum() for part in parts]).sum()
+        return self.world.sum(own).clamp(min=1)
+
+    def _gradients(self, parts: list[Batch], valid: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of each microbatch; returns this rank's part of the loss, () in the wide dtype."""
+        losses = []
+        for part in parts:
+            with record_function(parallel.FORWARD):
+                loss = self._loss(part, valid)
+            with record_function(parallel.BACKWARD):
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _loss(self, batch: Batch, valid: torch.Tensor) -> torch.Tensor:
+        """Sum over the batch's valid tokens / number of valid tokens of the step, () in the wide dtype."""
+        logits = self.model(batch.tokens)
         logits = logits.to(wide_dtype(logits))
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-        valid = (labels != IGNORED_LABEL).sum().clamp(min=1)  # a batch without a valid token has loss 0, not 0/0
+        total = F.cross_entropy(
+            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
         return total / valid
 
-    def _blame(self, step: int, what: str, batch: Batch) -> NonFiniteError:
-        """Repeat the step with a watch on every leaf module; name the first non-finite output or gradient."""
-        found: list[tuple[str, str]] = []
-        handles = []
+    def _read(self, loss: torch.Tensor) -> tuple[float, float, int | None, int | None]:
+        """Loss, gradient norm, saturated and NaN codes, over all ranks: the one time that a step reads the device."""
+        value, square, *counts = self._numbers(loss).tolist()
+        self.saturated_by_layer = dict(zip(self.counters, map(int, counts[::2]), strict=True))
+        norm = _float32(math.sqrt(square)) if square >= 0 else math.nan  # NaN compares false
+        if self.conversion is not None and not self.counters:
+            return _float32(value), norm, None, None
+        return _float32(value), norm, int(sum(counts[::2])), int(sum(counts[1::2]))
 
-        def watch(name: str, how: str) -> Callable[..., None]:
-            def hook(module: torch.nn.Module, _: Any, value: Any) -> None:
-                tensors = value if isinstance(value, tuple) else (value,)
-                if not found and any(t is not None and not torch.isfinite(t).all() for t in tensors):
-                    bad = sum(int((~torch.isfinite(p)).sum()) for p in module.parameters())
-                    found.append((name, f"{how}; {bad} of its weights are not finite" if bad else how))
+    def _numbers(self, loss: torch.Tensor) -> torch.Tensor:
+        """Loss, squared gradient norm and code counts a layer, summed over the ranks, float64 on the device."""
+        numbers = [loss.double().view(1), squared_norm(self.model).view(1)]
+        if self.counters:
+            numbers.append(drain(list(self.counters.values())).double().flatten())
+        return self.world.sum(torch.cat(numbers))
 
-            return hook
+    def _blamed(self, step: int, what: str, parts: list[Batch], valid: torch.Tensor) -> NonFiniteError:
+        """The error of a step that is not finite, with the module that began it."""
 
-        for name, module in self.model.named_modules():
-            if name and not list(module.children()):
-                handles.append(module.register_forward_hook(watch(name, "its output")))
-                if not isinstance(module, torch.nn.Embedding):  # tokens have no gradient
-                    handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
-        try:
+        def again() -> None:
             self.optimiser.zero_grad(set_to_none=True)
-            self._loss(batch).backward()
-        finally:
-            for handle in handles:
-                handle.remove()
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                found.append((name.rpartition(".")[0], f"the gradient of its {name.rpartition('.')[2]}"))
-        return NonFiniteError(step, what, *(found[0] if found else ("loss", "every module is finite")))
+            self._gradients(parts, valid)
+
+        return NonFiniteError(step, what, *first_non_finite(self.model, self.world, again))
+
+    def dry_step(self) -> None:
+        """A step whose numbers nobody reads: for a dry run, where there are none."""
+        share = self.config.batch // self.world.size
+        parts = self._microbatches(self.data.batch(0, share, self.world.rank, self.world.size))
+        valid = self._valid_tokens(parts)
+        self.optimiser.zero_grad(set_to_none=True)
+        self._numbers(self._gradients(parts, valid))
+        self.optimiser.step()
+
+
+def profiled_steps(config: TrainConfig, done: int) -> range:
+    """Three steps after ten (compiling, growing caches), or the last three of a short run.
+
+    Raises ConfigError where fewer than six steps are left.
+    """
+    if config.steps - done < 6:
+        raise ConfigError(
+            f"--profile needs 6 steps, 3 of them to warm up; {config.steps - done} are left; raise --steps"
+        )
+    first = min(done + 11, config.steps - 2)
+    return range(first, first + 3)
 
 
 def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None) -> Result:
@@ -335,19 +417,43 @@ def _float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
+def _gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The gradients that this rank holds, parameter by parameter."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield held(parameter.grad)
+
+
 @torch.no_grad()
-def global_norm(model: torch.nn.Module) -> float:
-    """2-norm over all gradients: squares summed in float64, the root rounded to float32."""
-    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-    return _float32(torch.stack(squares).sum().sqrt().item())
+def squared_norm(model: torch.nn.Module) -> torch.Tensor:
+    """Sum of squares over the gradients that this rank holds, float64 (). Their sum over ranks is the global norm's."""
+    squares = [
+        # On a GPU without a float64 copy of each gradient: the reduction widens what it reads.
+        g.double().square().sum()
+        if g.device.type == "cpu"
+        else torch.linalg.vector_norm(g, dtype=torch.float64).square()
+        for g in _gradients(model)
+    ]
+    return torch.stack(squares).sum()
+
+
+def count_codes(model: torch.nn.Module, device: torch.device) -> dict[str, CodeCounter]:
+    """Give every FP8 linear a counter of its own; by the name of the layer."""
+    counters = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            counters[name] = CodeCounter()
+            counters[name].prepare(device, module.plan.e4m3, module.plan.e5m2)
+            module.plan = dataclasses.replace(module.plan, counter=counters[name])
+    return counters
 
 
 @torch.no_grad()
 def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
     """Flip the last mantissa bit that bf16 keeps of one in a thousand float32 weights, chosen by `nudge` (0: none).
 
-    Returns how many. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of 1000: integers
-    only, so the same elements everywhere. Raises ValueError for a parameter that is not float32.
+    Returns how many on this rank. Element j of a parameter is chosen when a hash of (nudge, name, j) is a multiple of
+    1000: integers only, so the same elements everywhere. Raises ValueError for a parameter that is not float32.
     """
     if nudge == 0:
         return 0
@@ -357,22 +463,24 @@ def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
             raise ValueError(
                 f"parameter '{name}' is {parameter.dtype}; nudges flip bits of float32 masters; keep them float32"
             )
-        chosen = random_bits(nudge, f"nudge/{name}", torch.arange(parameter.numel())) % NUDGE_PERIOD == 0
-        bits = parameter.detach().view(torch.int32).view(-1)
-        bits ^= chosen.to(device=bits.device, dtype=torch.int32) << NUDGED_BIT
+        local, first = local_part(parameter)
+        index = torch.arange(first, first + local.numel(), device=local.device)
+        chosen = random_bits(nudge, f"nudge/{name}", index) % NUDGE_PERIOD == 0
+        bits = local.view(torch.int32).view(-1)
+        bits ^= chosen.to(torch.int32) << NUDGED_BIT
         flipped += int(chosen.sum())
     return flipped
 
 
 @contextmanager
-def _deterministic():
-    """Deterministic algorithms for the length of a run; the caller's settings afterwards.
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Deterministic algorithms for the length of a run, if wanted; the caller's settings afterwards.
 
     Without the filling of fresh memory that this mode adds by default: it took a quarter of a step on a CPU, and our
     own outputs are written in full.
     """
     algorithms, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -381,132 +489,232 @@ def _deterministic():
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def _resolve_device(name: str) -> torch.device:
-    """'auto' is the GPU if there is one; anything else must be usable here."""
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}' is unknown; expected auto, cpu, cuda or cuda:N; correct --device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+def _text(config: TrainConfig) -> Text:
+    """The text that the configuration names."""
+    if config.data == SYNTHETIC:
+        return SyntheticTokens(config.size.vocab, config.seq, config.seed)
+    return TokenFile(config.data, config.data_dtype, config.size.vocab, config.seq, config.seed, config.batch)
+
+
+def _check_shares(config: TrainConfig, ranks: int) -> None:
+    """Refuse a batch that ranks and microbatches do not divide."""
+    if config.batch % (ranks * config.accumulate):
         raise ConfigError(
-            f"device '{name}' is not here; this machine has {torch.cuda.device_count()} GPUs; use --device cpu"
+            f"batch {config.batch} cannot be shared by {ranks} ranks in {config.accumulate} microbatches each; "
+            f"expected a multiple of {ranks * config.accumulate}; change --batch or --accumulate"
         )
-    return device
 
 
-def _check_memory(config: TrainConfig, device: torch.device) -> None:
+def _check_memory(config: TrainConfig, world: World) -> None:
     """Refuse a model, or a batch, whose tensors must exceed the memory of the device.
 
-    Only what certainly exists is counted: weights, gradients and optimiser state; the logits of a step in bf16 and in
-    the wide dtype; on a CPU, where attention is written out, the scores of one layer. A run that passes may still fail.
+    Only what certainly exists is counted: this rank's weights, gradients and optimiser state; the logits of a
+    microbatch in bf16 and in the wide dtype; on a CPU, where attention is written out, the scores of one layer. A run
+    that passes may still fail.
     """
-    size = model_named(config.model)
-    weights = size.parameters * BYTES_A_PARAMETER
-    wide = 8 if device.type == "cpu" else 4
-    step = config.batch * config.seq * size.vocab * (2 + wide)
-    if device.type == "cpu":
-        step += config.batch * size.heads * config.seq**2 * wide
-    if device.type == "cpu":
+    size, cpu = config.size, world.device.type == "cpu"
+    state = size.parameters * BYTES_A_PARAMETER // world.size
+    wide = 8 if cpu else 4
+    sequences = config.batch // (world.size * config.accumulate)
+    step = sequences * config.seq * size.vocab * (2 + wide)
+    if cpu:
+        step += sequences * size.heads * config.seq**2 * wide
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        have = torch.cuda.get_device_properties(device).total_memory
-    if weights > have:
+        have = torch.cuda.get_device_properties(world.device).total_memory
+    if state > have:
         raise ConfigError(
-            f"model '{config.model}' needs {weights / 2**30:.1f} GiB for weights and optimiser; {device} has "
-            f"{have / 2**30:.1f} GiB; choose a smaller model"
+            f"model '{config.model}' needs {state / 2**30:.1f} GiB a rank for weights and optimiser; {world.device} "
+            f"has {have / 2**30:.1f} GiB; choose a smaller model, --layers, or more ranks"
         )
-    if weights + step > have:
+    if state + step > have:
         raise ConfigError(
-            f"batch {config.batch} x seq {config.seq} needs {step / 2**30:.1f} GiB a step beside "
-            f"{weights / 2**30:.1f} GiB of weights; {device} has {have / 2**30:.1f} GiB; lower --batch or --seq"
+            f"batch {config.batch} x seq {config.seq} needs {step / 2**30:.1f} GiB a microbatch beside "
+            f"{state / 2**30:.1f} GiB of weights; {world.device} has {have / 2**30:.1f} GiB; lower --batch or "
+            "--seq, or raise --accumulate"
         )
 
 
 # ------------------------------------------------------------------------------------------------------------------ CLI
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors: one line, like every other bad input."""
+def _check_dry(arguments: dict[str, Any]) -> None:
+    """Refuse options of the dry run without it, and with it those of a run."""
+    dry = arguments["dry_run"]
+    for option, unused in (
+        *(("world_size", 1), ("device_name", "cpu"), ("topology", None), ("json", False)),
+        *(("checkpoint_every", 0), ("resume", False), ("export", None), ("profile", None), ("out", None)),
+    ):
+        if arguments[option] != unused and dry == (option not in ("world_size", "device_name", "topology", "json")):
+            name = f"--{option.replace('_', '-')}"
+            raise ConfigError(
+                f"{name} does nothing {'in' if dry else 'without'} a dry run; expected it only "
+                f"{'without' if dry else 'with'} --dry-run; drop {name}"
+            )
 
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse for anything it cannot parse."""
-        raise ConfigError(f"{message}; expected the options that --help lists; correct the command")
+
+def _dry_run(config: TrainConfig, arguments: dict[str, Any]) -> int:
+    """Print the dry run. ConfigError as everywhere."""
+    ranks = arguments["world_size"]
+    if ranks < 1:
+        raise ConfigError(f"--world-size is {ranks}; expected a whole number from 1; correct --world-size")
+    _check_shares(config, ranks)
+    if "RANK" in os.environ:
+        raise ConfigError("--dry-run plays one rank; expected one process; start it without torchrun")
+
+    def make(trimmed: TrainConfig, world: World) -> Any:
+        trainer = Trainer(trimmed, world)
+        return trainer.dry_step, trainer.model, trainer.optimiser
+
+    report = dryrun.dry_run(config, ranks, arguments["device_name"], arguments["topology"], make)
+    print(json.dumps(report, indent=1) if arguments["json"] else dryrun.text(report))
+    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m fp8stack.train",
-        description="Train a model on a synthetic language; one JSON line a step (loss, gradient norm, code counts).",
-        epilog=f"{devices.OVERRIDE}=gfx942 trains with the formats of that arch on any machine. Exit codes: 0 done, "
-        "1 stopped by a non-finite value, 2 bad input.",
-        allow_abbrev=False,
-    )
-    for entry in dataclasses.fields(TrainConfig):
-        parser.add_argument(
-            f"--{entry.name.replace('_', '-')}",
-            type={"int": int, "float": float, "str": str}[str(entry.type)],
-            default=entry.default,
-            help=f"{entry.metadata['help']} (default: {entry.default})",
+def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoints | None:
+    """The checkpoints of --out, if any are to be written or read; resumes. Room for one more must be there."""
+    out, every, keep, resume = (arguments[name] for name in ("out", "checkpoint_every", "keep", "resume"))
+    for option, value, low in (("--checkpoint-every", every, 0), ("--keep", keep, 1)):
+        if value < low:
+            raise ConfigError(f"{option} is {value}; expected a whole number from {low}; correct {option}")
+    if not (every or resume):
+        return None
+    if out is None:
+        raise ConfigError(f"{'--resume' if resume else '--checkpoint-every'} needs a folder; expected --out; add --out")
+    folder = out / "checkpoints"
+    try:
+        checkpoints = Checkpoints(folder, keep)
+        newest = checkpoints.newest()
+        need, free = checkpoint.needed_bytes(trainer.state()), shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}); expected a folder; choose another --out"
+        ) from None
+    if every and need > free:
+        raise ConfigError(
+            f"a checkpoint takes {need / 2**30:.2f} GiB and {folder} has {free / 2**30:.2f} GiB free; expected room "
+            "for one; free space or choose another --out"
         )
-    parser.add_argument("--out", type=Path, help="folder for metrics.jsonl; without it the lines go to stdout")
-    return parser
+    if not resume:
+        if newest is not None:
+            raise ConfigError(
+                f"{folder} already holds {newest.name}; expected none at the start of a run; add --resume to "
+                "continue, or choose another --out"
+            )
+        return checkpoints
+    if newest is None:
+        raise ConfigError(f"{folder} holds no complete checkpoint; expected one to resume from; drop --resume")
+    trainer.restore(newest)
+    if trainer.world.rank == 0:
+        lost = f"; {', '.join(checkpoints.ignored)} was incomplete and is removed" if checkpoints.ignored else ""
+        print(f"resuming after step {trainer.step} from {newest}{lost}", file=sys.stderr)
+    return checkpoints
 
 
-def _open_metrics(out: Path | None) -> JsonLines:
+def _open_metrics(out: Path | None, trainer: Trainer) -> JsonLines | None:
+    """Where rank 0 writes its lines; those of steps after the one resumed from go."""
+    if trainer.world.rank != 0:
+        return None
     if out is None:
         return JsonLines(sys.stdout)
+    _make_folder("--out", out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        return JsonLines(out / "metrics.jsonl")
+        return JsonLines(out / "metrics.jsonl", keep=trainer.step)
     except OSError as error:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror}); expected a folder; choose another"
         ) from None
 
 
+def _make_folder(option: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {folder} cannot be written ({error.strerror}); expected a folder; choose another"
+        ) from None
+
+
+def _shown(count: int | None) -> str:
+    return "not counted" if count is None else str(count)
+
+
+def _write_run(file: Path, step: int, trainer: Trainer) -> None:
+    """run.json: what a run was and what is too long for a line a step; a resumed run keeps what it had."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() and step != 1 else {}
+    result = trainer.result
+    run = {
+        **trainer.facts(),
+        "format": result.format,
+        "recipe": trainer.config.recipe,
+        "digests": {**kept.get("digests", {}), **result.digests},
+        "saturated_by_layer": {**kept.get("saturated_by_layer", {}), str(step): trainer.saturated_by_layer},
+    }
+    file.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse, train, print. Returns the exit code."""
+    first = os.environ.get("RANK", "0") == "0"  # of several ranks that refuse the same options one says so
     try:
-        arguments = vars(_parser().parse_args(argv))
-        out = arguments.pop("out")
-        trainer = Trainer(TrainConfig(**arguments))
-        metrics = _open_metrics(out)
-    except (ConfigError, devices.UnknownArch) as error:
-        print(f"train: {error}", file=sys.stderr)
+        arguments = vars(parser().parse_args(argv))
+        names = {entry.name for entry in dataclasses.fields(TrainConfig)}
+        config = TrainConfig(**{name: value for name, value in arguments.items() if name in names})
+        _check_dry(arguments)
+        if arguments["dry_run"]:
+            return _dry_run(config, arguments)
+        trainer = Trainer(config)
+        checkpoints = _open_checkpoints(arguments, trainer)
+        metrics = _open_metrics(arguments["out"], trainer)
+        if arguments["profile"] is not None:
+            profiled_steps(config, trainer.step)
+            _make_folder("--profile", arguments["profile"])
+    except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch) as error:
+        if first:
+            print(f"train: {error}", file=sys.stderr)
+        elif not isinstance(error, ConfigError):  # this machine's files, perhaps not rank 0's
+            print(f"train, rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return 2
-    config = trainer.config
+    first = trainer.world.rank == 0
     every = max(1, config.steps // 10)
-    print(
-        f"{config.model}, {config.recipe}, {config.steps} steps of {config.batch} x {config.seq} tokens on "
-        f"{trainer.device}; arch {trainer.detected.arch.name} ({trainer.detected.reason}); config {config.hash}; "
-        f"entropy floor {SyntheticTokens.entropy_floor_nats:.4f} nats",
-        file=sys.stderr,
-    )
-    if trainer.conversion:
-        print(trainer.conversion, file=sys.stderr)
+    if first:
+        print(
+            f"{config.model}, {config.recipe}, {config.steps} steps of {config.batch} x {config.seq} tokens on "
+            f"{trainer.world.size} x {trainer.device}; arch {trainer.detected.arch.name} ({trainer.detected.reason}); "
+            f"config {config.hash}; {trainer.origin}"
+            + (f"; entropy floor {SyntheticTokens.entropy_floor_nats:.4f} nats" if config.data == SYNTHETIC else ""),
+            file=sys.stderr,
+        )
+        if trainer.conversion:
+            print(trainer.conversion, file=sys.stderr)
     began = time.perf_counter()
 
     def report(record: StepRecord) -> None:
+        if metrics is None:
+            return
         seconds = time.perf_counter() - began
-        metrics.write(
-            {**dataclasses.asdict(record), "lr": learning_rate(config, record.step), "seconds": round(seconds, 3)}
-        )
+        line = {**dataclasses.asdict(record), "lr": learning_rate(config, record.step), "seconds": round(seconds, 3)}
+        metrics.write({**line, **trainer.measured})
+        if arguments["out"] is not None and (record.step in DIGEST_STEPS or record.step == config.steps):
+            _write_run(arguments["out"] / "run.json", record.step, trainer)
         if record.step == 1 or record.step % every == 0:
             print(
                 f"step {record.step}/{config.steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
-                f"saturated {record.saturated}  nan {record.nan}  {seconds:.1f} s",
+                f"saturated {_shown(record.saturated)}  nan {_shown(record.nan)}  {seconds:.1f} s",
                 file=sys.stderr,
             )
 
     try:
-        trainer.run(report)
-    except NonFiniteError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 1
+        trainer.run(report, checkpoints, arguments["checkpoint_every"], arguments["profile"])
+        if arguments["export"] is not None:
+            weights.write(arguments["export"], trainer.model, config.size)
+    except (NonFiniteError, CheckpointError, DataError, WeightsError, ImplausibleUtilisation, TraceError) as error:
+        if first or isinstance(error, DataError):
+            print(f"train: {error}", file=sys.stderr)
+        return 2 if isinstance(error, DataError) else 1
     finally:
-        metrics.close()
+        if metrics is not None:
+            metrics.close()
+        if "RANK" in os.environ:
+            parallel.leave()
     return 0
 
 

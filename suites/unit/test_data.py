@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from fp8stack.data import DIALECTS, RING, SyntheticTokens, key_of, random_bits, random_signs
+from fp8stack.data import (
+    DIALECTS,
+    RING,
+    DataError,
+    SyntheticTokens,
+    TokenFile,
+    batches,
+    key_of,
+    permuted,
+    random_bits,
+    random_signs,
+)
 
 # Written down once; a difference means that every recorded curve is void (raise GENERATOR_VERSION with it).
 GOLDEN_BITS = [750804632, 637436939, 2389374749, 1548596492, 2651283690, 4271745002]
@@ -131,3 +143,81 @@ def test_index_dtype() -> None:
     """Anything but int64 indices is refused: int32 would overflow silently."""
     with pytest.raises(ValueError, match="int64"):
         random_bits(0, "x", torch.arange(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("count", [pytest.param(n, id=f"permuted-{n}") for n in (1, 2, 3, 62, 1000, 4097)])
+def test_permuted(count: int) -> None:
+    """Every index once, in another order for another stream; an order of more than a few is not the identity."""
+    index = torch.arange(count)
+    one, other = permuted(index, count, 3, "a"), permuted(index, count, 3, "b")
+    assert torch.equal(one.sort().values, index)
+    assert torch.equal(other.sort().values, index)
+    if count > 3:
+        assert not torch.equal(one, index)
+        assert not torch.equal(one, other)
+    alone = [permuted(index[i : i + 1], count, 3, "a") for i in range(min(count, 9))]
+    assert torch.equal(one[:9], torch.cat(alone))
+
+
+def _file(folder: Path, dtype: str, tokens: int = 1001, vocab: int = 768) -> TokenFile:
+    """A file whose token n is n: what a sample holds says where it comes from."""
+    path = folder / f"{dtype}.bin"
+    path.write_bytes(b"".join(n.to_bytes(int(dtype[4:]) // 8, "little") for n in range(tokens)))
+    return TokenFile(str(path), dtype, vocab, seq=16, seed=1, batch=4)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("uint16", id="uint16"), pytest.param("uint32", id="uint32")])
+def test_token_file_epochs(dtype: str, tmp_path: Path) -> None:
+    """62 windows of 16 that share one token: each once an epoch, in another order in the next; labels follow tokens."""
+    text = _file(tmp_path, dtype, vocab=2000)
+    assert text.count == 62
+    epochs = []
+    for epoch in range(2):
+        batch = text.samples(62 * epoch, 62)
+        assert torch.equal(batch.labels, batch.tokens + 1)
+        epochs.append(batch.tokens[:, 0].tolist())
+        assert sorted(epochs[-1]) == [16 * i for i in range(62)]
+    assert epochs[0] != epochs[1]
+    crossing = text.samples(60, 4).tokens[:, 0].tolist()
+    assert crossing == epochs[0][60:] + epochs[1][:2]
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, id="workers-0"), pytest.param(2, id="workers-2")])
+def test_no_repeat_and_no_gap(workers: int, tmp_path: Path) -> None:
+    """Two ranks, stopped after step 7 and resumed, read the samples of one straight run (torchtitan#279, #291)."""
+    text = _file(tmp_path, "uint16", vocab=2000)
+    straight = text.samples(0, 15 * 4).tokens[:, 0].tolist()
+    read: list[list[int]] = []
+    for rank in (0, 1):
+        found = [b for part in (range(7), range(7, 15)) for b in batches(text, part, 2, rank, 2, workers)]
+        read.append([int(n) for b in found for n in b.tokens[:, 0]])
+    dealt = [n for step in range(15) for rank in (0, 1) for n in read[rank][2 * step : 2 * step + 2]]
+    assert dealt == straight
+    assert len(set(dealt)) == 60
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        pytest.param(None, "cannot be read.*--data", id="missing"),
+        pytest.param(b"123", "3 bytes.*--data-dtype", id="cut"),
+        pytest.param(bytes(64), "32 tokens, 1 samples of 16; expected at least one batch of 4", id="short"),
+        pytest.param(b"", "0 tokens, 0 samples", id="empty"),
+        pytest.param(bytes(500) + b"\xff\xff", "token id 65535.*vocabulary is 768", id="vocabulary"),
+    ],
+)
+def test_bad_token_file(content: bytes | None, told: str, tmp_path: Path) -> None:
+    """What cannot be trained on is one line before the first step."""
+    path = tmp_path / "tokens"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=told):
+        TokenFile(str(path), "uint16", vocab=768, seq=16, seed=0, batch=4)
+
+
+def test_late_token_beyond_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id beyond the part that is scanned at the start is refused when its batch is read."""
+    monkeypatch.setattr(TokenFile, "_SCANNED", 10)
+    text = _file(tmp_path, "uint16", vocab=768)
+    with pytest.raises(DataError, match="in a batch"):
+        list(batches(text, range(15), 4, 0, 1, 0))

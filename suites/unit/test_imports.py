@@ -78,22 +78,29 @@ EXECUTES = {
 }
 JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report"}
 
-# _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- parallel <- train
+# _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {
     "_triton": 0,
     "device": 1,  # reports Triton's version
     "data": 1,  # leaves: no FP8 in them
     "metrics": 1,
     "checkpoint": 1,
+    "compare": 1,
+    "profile": 1,
     "formats": 2,
     "scaling": 3,
     "kernels": 4,
     "linear": 5,
     "moe": 5,
     "models": 6,
-    "parallel": 7,
-    "train": 8,
-    "__main__": 9,
+    "config": 7,
+    "utilisation": 7,
+    "weights": 7,
+    "options": 8,
+    "parallel": 8,
+    "blame": 9,
+    "dryrun": 9,
+    "train": 10,
 }
 LAYERS = {"harness": HARNESS, "fp8stack": FP8STACK}
 

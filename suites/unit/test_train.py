@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from fp8stack import train
+from fp8stack.config import ALWAYS, IF_SET, NEVER
 from fp8stack.data import Batch, SyntheticTokens
 from fp8stack.linear import RECIPES
 from fp8stack.metrics import GradientDigests, JsonLines
-from fp8stack.models import MODELS
+from fp8stack.models import MODELS, held
 from fp8stack.train import ConfigError, NonFiniteError, TrainConfig, Trainer, learning_rate, nudge_weights, run
 
 # Small enough for a second, large enough for every path: 32 tokens a step.
@@ -69,18 +71,50 @@ def test_first_loss_is_that_of_an_ignorant_model() -> None:
     assert loss > SyntheticTokens.entropy_floor_nats
 
 
-def test_hash_covers_numerics_only() -> None:
-    """Every hashed field changes the hash; nudge and device do not; neither does the order of writing."""
-    other = {
+def test_hash_covers_numerics_only(tmp_path: Path) -> None:
+    """Every hashed field changes the hash; where and how a run computes does not."""
+    always = {
         "model": "llama3-debug", "recipe": "rowwise", "steps": 4, "seed": 1, "batch": 3, "seq": 17, "lr": 1e-3,
         "min_lr_ratio": 0.2, "warmup": 2, "schedule": "constant", "beta1": 0.8, "beta2": 0.9, "eps": 1e-7,
         "weight_decay": 0.0, "clip": 2.0,
     }  # fmt: skip
-    hashed = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata.get("hashed", True)}
-    assert hashed == set(other)
-    hashes = {name: short(**{name: value}).hash for name, value in other.items()}
-    assert len({SHORT.hash, *hashes.values()}) == len(other) + 1
-    assert SHORT.hash == short(nudge=3, device="auto").hash
+    tokens = tmp_path / "tokens"
+    tokens.write_bytes(bytes(64))
+    if_set = {
+        "layers": 2, "accumulate": 2, "compile": "aot_eager", "data": str(tokens), "data_dtype": "uint32",
+        "init_from": str(tmp_path), "deterministic": False,
+    }  # fmt: skip
+    fields = {
+        when: {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["hashed"] == when}
+        for when in (ALWAYS, IF_SET, NEVER)
+    }
+    assert fields[ALWAYS] == set(always)
+    assert fields[IF_SET] == set(if_set)
+    hashes = {name: short(**{name: value}).hash for name, value in {**always, **if_set}.items()}
+    assert len({SHORT.hash, *hashes.values()}) == len(hashes) + 1
+    elsewhere = {
+        "nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False, "code_counts": False,
+    }  # fmt: skip
+    assert fields[NEVER] == set(elsewhere)
+    assert SHORT.hash == short(**elsewhere).hash
+
+
+def test_hash_of_recorded_curves() -> None:
+    """The configuration of the recorded curves keeps its hash when options are added (baselines/cpu/loss.json)."""
+    assert (
+        TrainConfig(model="llama3-tiny", steps=100, seed=0, batch=8, seq=128, device="cpu").hash == "96847b8a0d48dbfe"
+    )
+
+
+def test_hash_of_files_is_of_their_content(tmp_path: Path) -> None:
+    """The same tokens under another name are the same configuration; other tokens under that name are not."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_bytes(bytes(64))
+    other.write_bytes(bytes(64))
+    before = short(data=str(one)).hash
+    assert before == short(data=str(other)).hash
+    one.write_bytes(bytes(63) + b"1")
+    assert before != short(data=str(one)).hash
 
 
 def test_learning_rate() -> None:
@@ -104,20 +138,20 @@ def test_update_is_adamw() -> None:
     batches: list[torch.Tensor] = []
     loss_of = trainer._loss
 
-    def loss(batch: Batch) -> torch.Tensor:
+    def loss(batch: Batch, valid: torch.Tensor) -> torch.Tensor:
         batches.append(batch.tokens)
         assert all(p.grad is None for p in trainer.model.parameters()), "gradients of the last step are still there"
-        return loss_of(batch)
+        return loss_of(batch, valid)
 
     trainer._loss = loss  # type: ignore[method-assign]
     digest = trainer.digests.take
 
     def take() -> dict[str, list[float]]:
-        taken.append({name: p.grad.double().clone() for name, p in trainer.model.named_parameters()})
+        taken.append({name: held(p.grad).double() for name, p in trainer.model.named_parameters()})
         return digest()
 
     trainer.digests.take = take  # type: ignore[method-assign]
-    weights = {name: p.detach().double().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: held(p).double() for name, p in trainer.model.named_parameters()}
     first, second = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
     result = trainer.run()
 
@@ -136,7 +170,7 @@ def test_update_is_adamw() -> None:
             rate = {1: 0.005, 2: 0.01, 3: 0.001}[step]
             weights[name] = weight * (1 - rate * decay) - rate * update
     for name, parameter in trainer.model.named_parameters():
-        error = float((weights[name] - parameter.detach().double()).abs().max())
+        error = float((weights[name] - held(parameter).double()).abs().max())
         assert error < 1e-5, f"{name} is off by {error:.3g}; expected float32's roundings"
 
 
@@ -150,7 +184,8 @@ def test_nudge_flips_one_bit_of_one_in_a_thousand() -> None:
         for (name, one), (_, other) in zip(
             plain.model.named_parameters(), nudged.model.named_parameters(), strict=True
         ):
-            difference = (one.detach().view(torch.int32) ^ other.detach().view(torch.int32)).flatten()
+            bits = [held(parameter).view(torch.int32) for parameter in (one, other)]
+            difference = (bits[0] ^ bits[1]).flatten()
             assert set(difference.unique().tolist()) <= {0, 1 << 16}
             changed |= {(name, int(index)) for index in difference.nonzero()}
         flipped[nudge] = changed
@@ -167,7 +202,7 @@ def test_nudge_golden_count() -> None:
 
 def _plant_weight(trainer: Trainer) -> None:
     with torch.no_grad():
-        trainer.model.layers[2].feed_forward.w1.weight[0, 0] = math.nan
+        held(trainer.model.layers[2].feed_forward.w1.weight)[0, 0] = math.nan
 
 
 def _plant_huge(trainer: Trainer) -> None:
@@ -188,17 +223,18 @@ def test_non_finite_names_the_module(recipe: str, plant: Callable[[Trainer], Non
     """A run with a poisoned layer stops before the update and names the first module that produced it."""
     trainer = Trainer(short(recipe=recipe))
     plant(trainer)
-    before = trainer.model.output.weight.detach().clone()
+    before = held(trainer.model.output.weight).clone()
     with pytest.raises(NonFiniteError, match=rf"step 1: the loss is not finite.*'{module}'") as caught:
         trainer.run()
     assert caught.value.module == module
-    assert torch.equal(before, trainer.model.output.weight)
+    assert torch.equal(before, held(trainer.model.output.weight))
 
 
 def test_non_finite_gradient_names_the_module() -> None:
     """A gradient that overflows behind a finite loss is traced to its module too."""
     trainer = Trainer(SHORT)
-    trainer.model.layers[1].feed_forward.w2.weight.register_hook(lambda gradient: gradient * math.inf)
+    w2 = trainer.model.layers[1].feed_forward.w2
+    w2.register_forward_pre_hook(lambda module, _: module.weight.register_hook(lambda g: g * math.inf) and None)
     with pytest.raises(NonFiniteError, match=r"the gradient norm is not finite.*'layers\.1\.feed_forward\.w2'"):
         trainer.run()
 
@@ -207,17 +243,47 @@ def test_uneven_valid_tokens() -> None:
     """The loss is the sum over valid tokens over their number; a batch without any has loss 0 (torchtitan#2206)."""
     trainer = Trainer(SHORT)
     batch = trainer.data.batch(0, 2)
-    whole = trainer._loss(batch)
+
+    def loss_of(labels: torch.Tensor) -> torch.Tensor:
+        part = dataclasses.replace(batch, labels=labels)
+        return trainer._loss(part, trainer._valid_tokens([part]))
+
+    whole = loss_of(batch.labels)
     labels = batch.labels.clone()
     labels[0, 5:] = train.IGNORED_LABEL
-    partial = trainer._loss(dataclasses.replace(batch, labels=labels))
+    partial = loss_of(labels)
     logits = trainer.model(batch.tokens).double()
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
     kept = (labels != train.IGNORED_LABEL).flatten()
     assert whole.item() == pytest.approx(each.mean().item(), rel=1e-12)
     assert partial.item() == pytest.approx(each[kept].mean().item(), rel=1e-12)
-    none = dataclasses.replace(batch, labels=torch.full_like(labels, train.IGNORED_LABEL))
-    assert trainer._loss(none).item() == 0.0
+    assert loss_of(torch.full_like(labels, train.IGNORED_LABEL)).item() == 0.0
+
+
+def test_codes_that_are_not_counted() -> None:
+    """Without code counts the numbers are the same and the counts are null, not zero; digests too can be left out."""
+    plain, quick = run(short(recipe="rowwise")), run(short(recipe="rowwise", code_counts=False, digests=False))
+    assert [(r.loss, r.grad_norm) for r in quick.steps] == [(r.loss, r.grad_norm) for r in plain.steps]
+    assert {(r.saturated, r.nan) for r in quick.steps} == {(None, None)}
+    assert quick.digests == {}
+    assert run(short(code_counts=False)).steps[0].saturated == 0  # bf16 has no codes
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(r, id=f"train-zero-{r}") for r in ("rowwise", "tensorwise")])
+def test_zero_rows_and_weights_stay_finite(recipe: str) -> None:
+    """Zero-initialised weights and padding whose embedding is zero need no knob (pytorch/ao#3356)."""
+    losses = []
+    for name in ("bf16", recipe):
+        trainer = Trainer(short(recipe=name, steps=5, layers=2))
+        held(trainer.model.tok_embeddings.weight)[int(trainer.data.batch(0, 2).tokens[0, 0])] = 0
+        for layer in trainer.model.layers:
+            held(layer.feed_forward.w2.weight).zero_()
+            held(layer.attention.wo.weight).zero_()
+        result = trainer.run()
+        assert all(math.isfinite(record.loss) and math.isfinite(record.grad_norm) for record in result.steps)
+        assert all(record.nan == 0 for record in result.steps)
+        losses.append([record.loss for record in result.steps])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
 def test_digests_need_every_gradient() -> None:
@@ -250,7 +316,18 @@ BAD = {
     "option": (["--recepie", "rowwise"], "--recepie"),
     "device": (["--device", "tpu"], "--device"),
     "memory": (["--model", "llama3-405b", "--device", "cpu"], "llama3-405b"),
+    "accumulate": (["--accumulate", "3"], "--accumulate"),
+    "layers": (["--layers", "5"], "--layers"),
+    "compile": (["--compile", "gcc"], "compile 'gcc'"),
+    "recompute": (["--recompute", "some"], "recompute 'some'"),
+    "data-dtype": (["--data-dtype", "int8"], "data_dtype 'int8'"),
     "out": (["--out", "/dev/null/x"], "--out"),
+    "export-dry": (["--dry-run", "--export", "x"], "--export"),
+    "topology": (["--topology", "x"], "--topology"),
+    "world-size": (["--world-size", "8"], "--world-size"),
+    "data": (["--data", "/dev/null/x"], "--data"),
+    "init-from": (["--init-from", "/dev/null/x"], "--init-from"),
+    "batch-of-ranks": (["--dry-run", "--world-size", "3"], "--batch"),
 }
 
 
@@ -281,8 +358,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     told = " ".join(capsys.readouterr().out.split())
     for entry in dataclasses.fields(TrainConfig):
-        assert f"--{entry.name.replace('_', '-')} {entry.name.upper()} {entry.metadata['help']}" in told
-        assert f"(default: {entry.default})" in told
+        option = f"--{entry.name.replace('_', '-')}"
+        value = f", --no-{option[2:]}" if entry.type == "bool" else f" {entry.name.upper()}"
+        assert (
+            f"{option}{value} {entry.metadata['help']} (default: {'none' if entry.default == '' else entry.default})"
+            in told
+        )
     assert all(name in told for name in (*MODELS, *RECIPES, "FP8STACK_ARCH", "Exit codes"))
 
 
@@ -313,7 +394,19 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.stdout == ""
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    assert {"step", "loss", "grad_norm", "saturated", "nan", "lr", "seconds"} == set(lines[0])
+    assert {
+        "step", "loss", "grad_norm", "saturated", "nan", "lr", "seconds", "step_seconds", "tokens_a_second",
+        "utilisation", "utilisation_bf16_peak", "utilisation_fp8_peak", "utilisation_reason", "peak_memory_bytes",
+        "gemms", "recompiles",
+    } == set(lines[0])  # fmt: skip
+    assert lines[0]["utilisation"] is None
+    assert "no peak rates are known for 'cpu'" in lines[0]["utilisation_reason"]
+    assert lines[1]["gemms"]["forward"] == {"baddbmm": 4, "bmm": 4, "fp8stack::scaled_mm": 28, "mm": 1}
+    assert lines[1]["tokens_a_second"] == pytest.approx(32 / lines[1]["step_seconds"])
+    told = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert list(told["digests"]) == ["1", "2"]
+    assert sum(told["saturated_by_layer"]["2"].values()) == lines[1]["saturated"]
+    assert len(told["saturated_by_layer"]["2"]) == 28
     assert "step 2/2" in done.stderr
     assert "28 linears run in FP8" in done.stderr
 
@@ -325,3 +418,33 @@ def test_command_line_stops_with_one(capsys: pytest.CaptureFixture[str]) -> None
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("train: step ")
     assert "is not finite; the first module that produced it is '" in last
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """Under torchrun two ranks write one metrics file and one error line: rank 0's."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "fp8stack.train", "--layers", "1", "--seq", "16", "--device", "cpu", "--steps", "2"]
+    done = subprocess.run(
+        [*command, "--batch", "2", "--out", str(tmp_path), "--checkpoint-every", "2"],
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "on 2 x cpu" in done.stderr
+    assert done.stderr.count("step 2/2") == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["loss"] == pytest.approx(run(short(steps=2, layers=1)).steps[0].loss, rel=1e-6)
+    names = sorted(path.name for path in (tmp_path / "checkpoints" / "step-00000002").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "facts.json"]
+
+
+def test_one_of_two_ranks_tells_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each rank refuses the same option and ends with 2; rank 0 alone says so."""
+    monkeypatch.setenv("RANK", "1")
+    assert train.main(["--recipe", "fp9"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert train.main(["--recipe", "fp9"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

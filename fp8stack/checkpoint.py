@@ -1,0 +1,184 @@
+"""Checkpoints: written while training goes on, complete or not there, read back bit by bit on any number of ranks.
+
+    OUT/checkpoints/step-00000100/           complete: it has this name
+        facts.json                           step, configuration, versions: for people and for the check before a resume
+        .metadata, __0_0.distcp, ...         torch.distributed.checkpoint: each rank writes the rows that it holds
+    OUT/checkpoints/step-00000200.partial/   being written, or left by a kill: never read, removed at the next start
+
+Only plain float32 tensors are inside, by name: `model/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` of the optimiser, and
+`adam_step`. FP8 needs no state of its own: scales are computed afresh in every step. Nothing of this package is needed
+to read them: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` makes one file of them that torch.load takes
+with weights_only=True.
+
+A save copies the tensors, then writes in a thread over a process group of its own; a second save waits for the first.
+The folder gets its final name by one rename, after every rank has written and flushed: at whatever moment a run is
+killed, a folder without `.partial` is whole.
+
+Before loading, names, shapes and dtypes are compared: torch would cast silently to the dtype of the tensor it loads
+into (pytorch/pytorch#187138).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+PARTIAL = ".partial"
+FACTS = "facts.json"
+_COMPLETE = re.compile(r"step-(\d{8})")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read. The message is one line: what, expected, what next."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank makes one, at the same time; all methods but `newest` are collective.
+
+    Args:
+        folder: where they are; made if absent.
+        keep: how many complete ones stay.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self._group = dist.new_group(backend="gloo")
+        self._first = dist.get_rank() == 0
+        self._writing: tuple[int, Future[Any]] | None = None
+        self.ignored: list[str] = []
+        if self._first:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.ignored = sorted(path.name for path in folder.iterdir() if path.name.endswith(PARTIAL))
+            for name in self.ignored:
+                shutil.rmtree(folder / name)
+        dist.barrier(self._group)
+
+    def newest(self) -> Path | None:
+        """The complete checkpoint of the latest step, or None."""
+        found = self._complete()
+        return found[-1] if found else None
+
+    def _complete(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if _COMPLETE.fullmatch(path.name))
+
+    def save(self, step: int, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """Copy `state` and begin to write it; returns as soon as `state` may change. Raises as `wait` does."""
+        self.wait()
+        final = self.folder / f"step-{step:08d}"
+        partial = final.with_name(final.name + PARTIAL)
+        future = dcp.async_save(state, checkpoint_id=str(partial), process_group=self._group)
+        finished: Future[None] = Future()
+
+        def finish(written: Future[Any]) -> None:
+            try:
+                if (problem := written.exception()) is not None:
+                    raise problem
+                if self._first:
+                    self._complete_one(partial, final, facts)
+                finished.set_result(None)
+            except BaseException as problem:  # handed on by `wait`; a callback must not raise
+                finished.set_exception(problem)
+
+        future.add_done_callback(finish)
+        self._writing = (step, finished)
+
+    def wait(self) -> None:
+        """Until the last save is complete. Raises CheckpointError, on every rank, if it could not be written."""
+        if self._writing is None:
+            return
+        (step, finished), self._writing = self._writing, None
+        problem = finished.exception()
+        problems: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems, None if problem is None else _reason(problem), group=self._group)
+        if any(problems):
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.folder} "
+                f"({next(filter(None, problems))}); expected room and permission there; free space and use --resume"
+            )
+
+    def _complete_one(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+        """Runs in the writing thread of rank 0, when all ranks have written."""
+        with (partial / FACTS).open("w", encoding="utf-8") as stream:
+            json.dump(facts, stream, indent=1, sort_keys=True)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.rename(final)
+        _flush_folder(self.folder)
+        for old in self._complete()[: -self.keep]:
+            doomed = old.with_name(old.name + PARTIAL)  # a kill in mid-removal must not leave half of one
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def _reason(problem: BaseException) -> str:
+    """The innermost cause in one line: torch wraps what ranks raised."""
+    failures = getattr(problem, "failures", None)
+    if failures:
+        problem = next(iter(failures.values()))
+        problem = problem[0] if isinstance(problem, tuple) else problem
+    return " ".join(str(problem).split())[:300] or type(problem).__name__
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """What `save` was told. Raises CheckpointError where it cannot be read."""
+    try:
+        facts: dict[str, Any] = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint} has no readable {FACTS} ({error}); expected a complete checkpoint; remove the folder, and "
+            "an older one will be used"
+        ) from None
+    return facts
+
+
+def load(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
+    """Fill `state`, in place, from a complete checkpoint, each rank its own rows, however many ranks wrote it.
+
+    Raises CheckpointError, naming the tensor, where names, shapes or dtypes differ. Collective.
+    """
+    try:
+        stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle: anything can come out of a damaged one
+        raise CheckpointError(
+            f"{checkpoint} cannot be read ({_reason(error)}); expected a complete checkpoint; remove the folder, and "
+            "an older one will be used"
+        ) from None
+    for name in sorted(stored.keys() | state.keys()):
+        found, wanted = stored.get(name), state.get(name)
+        if not isinstance(found, TensorStorageMetadata) or wanted is None:
+            raise CheckpointError(
+                f"{checkpoint} {'lacks' if found is None else 'has'} '{name}', which the model "
+                f"{'lacks' if wanted is None else 'has'}; expected the same tensors; resume with the options it was "
+                "written with"
+            )
+        have = (tuple(found.size), found.properties.dtype)
+        want = (tuple(wanted.shape), wanted.dtype)
+        if have != want:
+            raise CheckpointError(
+                f"'{name}' is {have[1]} {have[0]} in {checkpoint}; expected {want[1]} {want[0]}; resume with the "
+                "options it was written with"
+            )
+    dcp.load(state, checkpoint_id=str(checkpoint))
+
+
+def needed_bytes(state: dict[str, torch.Tensor]) -> int:
+    """What one checkpoint of `state` takes on disk, all ranks together, about."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

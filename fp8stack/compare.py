@@ -1,0 +1,241 @@
+"""Two training runs side by side, for people: where their curves part, and which layer began it.
+
+    python -m fp8stack.compare RUN_A RUN_B [--nudged RUN ...]
+
+A run is a folder that `train --out` wrote. Shown are both losses at a few steps; by window of steps the largest
+relative difference beside the band, and the first step outside; the ratio of gradient norms a layer in the first
+steps, where a wrong factor shows before any curve does; saturated codes a layer.
+
+The band, with `--nudged` runs of A's configuration (`train --nudge 1`, 2, ...): in each window K times the largest
+relative difference of a nudged run to A, K = 10 below 5 runs, 5 below 10, else 3, and never below 5e-5. Without them,
+the limits between two formats on one machine: the mean of log(B / A) in each 20 steps at most 2e-3, the last 20 within
+5e-3.
+
+This is for reading. The gate of a CI is `fp8ci`, which judges against recorded baselines.
+Exit codes: 0 inside the band, 1 outside, 2 a run that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# First and last step of each window; the tail is the last 20 steps, whatever their number.
+WINDOWS = ((1, 1), (2, 5), (6, 10), (11, 20), (21, 50), (51, 100))
+FLOOR = 5e-5
+PAIRED_WINDOW, PAIRED_TAIL = 2e-3, 5e-3
+# A gradient norm that differs by more is marked: harmless changes stay below 3e-4 in the first step.
+GRADIENT_MARK = 2e-3
+
+
+class RunError(ValueError):
+    """A folder that is no readable run. The message is one line: what, expected, what next."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder holds: losses and gradient norms by step, and run.json."""
+
+    folder: Path
+    loss: dict[int, float]
+    grad_norm: dict[int, float]
+    told: dict[str, Any]
+
+
+def read_run(folder: Path) -> Run:
+    """Read a folder that train --out wrote; a line that a kill cut off is left out. Raises RunError."""
+    loss, norm = {}, {}
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if number == len(lines):
+                    break
+                raise
+            loss[int(record["step"])] = float(record["loss"])
+            norm[int(record["step"])] = float(record["grad_norm"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder} cannot be read ({error}); expected a folder that train --out wrote") from None
+    if not loss:
+        raise RunError(f"{folder} holds no step; expected a run of at least one; train longer")
+    return Run(folder, loss, norm, told)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One window: the largest difference, where, and what is allowed."""
+
+    window: str
+    difference: float
+    step: int
+    allowed: float
+
+    @property
+    def inside(self) -> bool:
+        """NaN is outside."""
+        return self.difference <= self.allowed
+
+
+def rows(a: Run, b: Run, nudged: list[Run]) -> list[Row]:
+    """By window: the largest relative difference of B's loss to A's, beside the band. Only steps that both have."""
+    common = sorted(a.loss.keys() & b.loss.keys())
+    if not common:
+        raise RunError(f"{a.folder} and {b.folder} have no step in common; expected runs of the same steps")
+    return _against_nudged(a, b, nudged, common) if nudged else _paired(a, b, common)
+
+
+def _windows(last: int) -> list[tuple[int, int]]:
+    found = [(first, min(end, last)) for first, end in WINDOWS if first <= last]
+    return [*found, *((first, min(first + 99, last)) for first in range(101, last + 1, 100))]
+
+
+def _against_nudged(a: Run, b: Run, nudged: list[Run], common: list[int]) -> list[Row]:
+    factor = 10 if len(nudged) < 5 else 5 if len(nudged) < 10 else 3
+    found = []
+    for first, end in _windows(common[-1]):
+        steps = [step for step in common if first <= step <= end]
+        if not steps:
+            continue
+        spread = max(
+            (_relative(a, run, step) for run in nudged for step in steps if step in run.loss), default=math.nan
+        )
+        step = max(steps, key=lambda s: _order(_relative(a, b, s)))
+        found.append(Row(f"{first}-{end}", _relative(a, b, step), step, max(factor * spread, FLOOR)))
+    tail = common[-20:]
+    spread = max((_tail(a, run, tail) for run in nudged), default=math.nan)
+    return [*found, Row("tail", _tail(a, b, tail), tail[0], max(factor * spread, FLOOR))]
+
+
+def _paired(a: Run, b: Run, common: list[int]) -> list[Row]:
+    found = []
+    for first in range(1, common[-1] + 1, 20):
+        steps = [step for step in common if first <= step < first + 20]
+        if steps:
+            ratio = sum(math.log(b.loss[s] / a.loss[s]) for s in steps) / len(steps)
+            found.append(Row(f"{first}-{steps[-1]}", abs(ratio), steps[0], PAIRED_WINDOW))
+    tail = common[-20:]
+    return [*found, Row("tail", _tail(a, b, tail), tail[0], PAIRED_TAIL)]
+
+
+def _relative(a: Run, b: Run, step: int) -> float:
+    return abs(b.loss[step] - a.loss[step]) / abs(a.loss[step])
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _tail(a: Run, b: Run, steps: list[int]) -> float:
+    means = [math.fsum(run.loss.get(s, math.nan) for s in steps) / len(steps) for run in (a, b)]
+    return abs(means[1] - means[0]) / abs(means[0])
+
+
+def gradient_ratios(a: Run, b: Run) -> dict[str, dict[str, float]]:
+    """Step -> layer -> B's gradient norm / A's, over the layer's parameters, from the digests of the first steps."""
+    found: dict[str, dict[str, float]] = {}
+    for step in sorted(a.told.get("digests", {}).keys() & b.told.get("digests", {}).keys(), key=int):
+        squares: dict[str, list[float]] = {}
+        one, other = a.told["digests"][step], b.told["digests"][step]
+        for name in one:
+            if name in other:
+                sums = squares.setdefault(layer_of(name), [0.0, 0.0])
+                sums[0] += one[name][0] ** 2
+                sums[1] += other[name][0] ** 2
+        found[step] = {layer: math.sqrt(y / x) if x else math.nan for layer, (x, y) in squares.items()}
+    return found
+
+
+def saturation(run: Run) -> dict[str, dict[str, int]]:
+    """Step -> layer -> saturated codes."""
+    found: dict[str, dict[str, int]] = {}
+    for step, counts in run.told.get("saturated_by_layer", {}).items():
+        for name, count in counts.items():
+            by_layer = found.setdefault(step, {})
+            by_layer[layer_of(name)] = by_layer.get(layer_of(name), 0) + count
+    return found
+
+
+def layer_of(name: str) -> str:
+    """'layers.3' of 'layers.3.attention.wq.weight'; of anything else the module."""
+    numbered = re.match(r"layers\.\d+", name)
+    return numbered[0] if numbered else name.split(".")[0]
+
+
+def report(a: Run, b: Run, nudged: list[Run]) -> tuple[str, bool]:
+    """The text for people, and whether every window is inside its band."""
+    lines = [
+        f"{label}: {run.folder}  {run.told.get('recipe')} {run.told.get('format')} on {run.told.get('arch')}, "
+        f"{run.told.get('ranks')} ranks, config {run.told.get('config_hash')}, {len(run.loss)} steps"
+        for label, run in (("A", a), ("B", b))
+    ]
+    common = sorted(a.loss.keys() & b.loss.keys())
+    judged = rows(a, b, nudged)
+    lines += ["", f"{'step':>6}{'loss A':>12}{'loss B':>12}{'relative':>12}{'norm A':>12}{'norm B':>12}"]
+    shown = [common[round(i * (len(common) - 1) / 11)] for i in range(12)] if len(common) > 12 else common
+    for step in shown:
+        difference = (b.loss[step] - a.loss[step]) / a.loss[step]
+        lines.append(
+            f"{step:>6}{a.loss[step]:>12.5f}{b.loss[step]:>12.5f}{difference:>+12.1e}{a.grad_norm[step]:>12.5f}"
+            f"{b.grad_norm[step]:>12.5f}"
+        )
+    band = f"{len(nudged)} nudged runs" if nudged else "limits between two formats (give --nudged for a band)"
+    lines += ["", f"by window, against {band}", f"{'steps':>10}{'difference':>14}{'allowed':>12}"]
+    lines += [
+        f"{row.window:>10}{row.difference:>14.2e}{row.allowed:>12.1e}{'' if row.inside else '   OUTSIDE'}"
+        for row in judged
+    ]
+    outside = [row for row in judged if not row.inside]
+    first = f"steps {outside[0].window} (step {outside[0].step})" if outside else "none"
+    lines += [f"first outside: {first}"]
+    if missing := sorted(a.loss.keys() ^ b.loss.keys()):
+        lines.append(f"steps that only one run has: {len(missing)}, from {missing[0]}; not compared")
+    for step, ratios in gradient_ratios(a, b).items():
+        lines += ["", f"gradient norm B / A by layer, step {step}"]
+        lines += [
+            f"  {layer:20}{ratio:>12.6f}{'   differs' if not abs(ratio - 1) <= GRADIENT_MARK else ''}"
+            for layer, ratio in ratios.items()
+        ]
+    counts = saturation(a), saturation(b)
+    for step in sorted(counts[0].keys() | counts[1].keys(), key=int):
+        one, other = (part.get(step, {}) for part in counts)
+        if one or other:
+            lines += ["", f"saturated codes by layer, step {step}", f"  {'':20}{'A':>12}{'B':>12}"]
+            lines += [f"  {layer:20}{one.get(layer, 0):>12,}{other.get(layer, 0):>12,}" for layer in {**one, **other}]
+    return "\n".join(lines), not outside
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, read, print. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8stack.compare",
+        description="Two runs side by side: curves, band, first step outside, gradient norms and saturation by layer.",
+        epilog="Exit codes: 0 inside the band, 1 outside, 2 a run that cannot be read.",
+    )
+    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="folder of the reference run (train --out)")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="folder of the other run")
+    parser.add_argument("--nudged", type=Path, nargs="+", default=[], metavar="RUN", help="nudged runs of A: the band")
+    arguments = parser.parse_args(argv)
+    try:
+        a, b, *nudged = (read_run(folder) for folder in (arguments.run_a, arguments.run_b, *arguments.nudged))
+        odd = [run.folder for run in nudged if run.told.get("config_hash") != a.told.get("config_hash")]
+        if odd:
+            raise RunError(f"--nudged {odd[0]} is of another configuration than {a.folder}; expected runs of the same")
+        text, inside = report(a, b, nudged)
+    except RunError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0 if inside else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

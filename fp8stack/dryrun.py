@@ -1,0 +1,323 @@
+"""A training run without a cluster: one rank of any number, on tensors without storage, over a fake process group.
+
+What is measured here is what the trainer does, not what somebody computed on paper: its own step runs, in torch's
+FakeTensorMode, and every collective that FSDP2 and the trainer issue is written down with its size. Against real gloo
+runs of 2 and 4 ranks counts and bytes are equal (suites/unit/test_dryrun.py).
+
+    sizes          parameters, and FLOPs a token (utilisation.py)
+    collectives    of the second step (FSDP2 learns its order in the first): op, ranks in the group, count, bytes.
+                   Bytes are those of the whole: what an all-gather returns, what a reduce-scatter takes
+    memory         a rank's peak in the third step by class, from torch's FSDP2 memory tracker
+    peak rates     of --device-name, or null and why
+
+Blocks repeat. A model of more than `_WHOLE` is run with `_SHORT` and `_SHORT` + 1 blocks, and the difference is added
+for each further one: exact for counts, bytes and every class of memory that grows with depth.
+
+The device's arithmetic is played: on a CPU the model writes attention out in float64 (models.py); for a GPU's name it
+takes the GPU's path.
+
+**Simulated, not measured:** with a topology file, step time and weak scaling (tokens a rank constant). A collective
+over n ranks takes log2(n) latencies and moves (n-1)/n of its bytes (twice that for an all-reduce), at the rate of a
+node's links within a node, of the network beyond. Communication hides behind computation except for the first unit's.
+No contention, no stragglers, no congestion: an upper bound of the speed, good for comparing plans.
+
+Where experts come in: their all-to-all is a collective like the others and needs nothing here; unlike blocks (dense
+ones before experts) need a `_SHORT` that holds one of each.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8stack import linear
+from fp8stack.config import ConfigError, TrainConfig
+from fp8stack.data import SYNTHETIC
+from fp8stack.parallel import World
+from fp8stack.utilisation import Peaks, flops_a_token, peaks_of
+
+_WHOLE, _SHORT = 8, 4
+
+# c10d op -> (what people call it, which argument holds the whole).
+_COLLECTIVES = {
+    "c10d::_allgather_base_": ("all-gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+    "c10d::allreduce_": ("all-reduce", 0),
+    "c10d::alltoall_base_": ("all-to-all", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+}
+
+Key = tuple[str, int]  # collective, ranks in its group
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Writes down every collective that is issued inside it: `found[op, ranks] == [count, bytes]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[Key, list[int]] = collections.defaultdict(lambda: [0, 0])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every op."""
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            if name not in _COLLECTIVES:
+                raise NotImplementedError(
+                    f"collective {name} is not known; expected one of {', '.join(_COLLECTIVES)}; add it to "
+                    "fp8stack/dryrun.py with the argument that holds the whole"
+                )
+            op, place = _COLLECTIVES[name]
+            whole = args[place]
+            tensors = whole if isinstance(whole, list | tuple) else [whole]
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            counted = self.found[op, group.size()]
+            counted[0] += 1
+            counted[1] += sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step of one rank: collectives (count, bytes), and memory at its peak by class, bytes."""
+
+    collectives: dict[Key, tuple[int, int]]
+    memory: dict[str, int]
+
+    def extended(self, longer: Measured, blocks: int) -> Measured:
+        """`longer`, which has one block more than this, with `blocks` further ones."""
+
+        def line(a: int, b: int) -> int:
+            return b + (b - a) * blocks
+
+        return Measured(
+            {
+                key: (
+                    line(self.collectives.get(key, (0, 0))[0], count),
+                    line(self.collectives.get(key, (0, 0))[1], size),
+                )
+                for key, (count, size) in longer.collectives.items()
+            },
+            {key: line(self.memory.get(key, 0), size) for key, size in longer.memory.items()},
+        )
+
+
+# What makes a trainer for a configuration and a place and returns a function that does one step: train.py's.
+Maker = Callable[[TrainConfig, World], tuple[Callable[[], None], torch.nn.Module, torch.optim.Optimizer]]
+
+
+def measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> Measured:
+    """One rank of `ranks` on fake tensors. The process must have no process group, and has none afterwards.
+
+    Raises ConfigError where the configuration cannot run on so many ranks.
+    """
+    config = dataclasses.replace(config, data=SYNTHETIC, init_from="", nudge=0, compile="none", device="cpu")
+    size = config.size.layers
+    if size <= _WHOLE:
+        return _measure(config, ranks, device_type, make)
+    short, longer = (
+        _measure(dataclasses.replace(config, layers=layers), ranks, device_type, make)
+        for layers in (_SHORT, _SHORT + 1)
+    )
+    return short.extended(longer, size - _SHORT - 1)
+
+
+def _measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> Measured:
+    # Private to torch, as its memory tracker is: there is no public way to have many ranks in one process.
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigError("--dry-run needs a process of its own; expected no process group; start it without torchrun")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shards",))
+        world = World(0, ranks, torch.device("cpu"), mesh, plays=device_type)
+        recorder = CollectiveRecorder()
+        with FakeTensorMode(allow_non_fake_inputs=True), linear.playing(device_type):
+            step, model, optimiser = make(config, world)
+            step()
+            with recorder:
+                step()
+            # In a step of its own: its hooks replace FSDP2's, and it gathers norm and head twice (torch 2.13).
+            tracker = FSDPMemTracker(model, optimiser)
+            with tracker:
+                step()
+        peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
+    finally:
+        dist.destroy_process_group()
+    memory = {_CLASSES[str(getattr(kind, "value", kind))]: size for kind, size in peak.items()}
+    return Measured({key: (count, size) for key, (count, size) in sorted(recorder.found.items())}, memory)
+
+
+_CLASSES = {
+    "Sharded Param": "parameters (shard)",
+    "Unsharded Param": "parameters (gathered)",
+    "Buffer": "buffers",
+    "Sharded Grad": "gradients (shard)",
+    "Unsharded Grad": "gradients (whole)",
+    "Activation": "activations",
+    "Temp": "temporary",
+    "All Gather": "all-gather buffers",
+    "Reduce Scatter": "reduce-scatter buffers",
+    "OptState": "optimiser",
+    "Inputs": "inputs",
+    "Total": "total",
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- topology
+@dataclass(frozen=True)
+class Topology:
+    """A cluster, for the simulation. Bandwidths in GB/s a GPU and direction, latencies in us."""
+
+    gpus_a_node: int
+    node_gb_s: float
+    network_gb_s: float
+    node_latency_us: float
+    network_latency_us: float
+    compute_efficiency: float  # share of their peak that products reach when nothing is waited for
+
+    def seconds(self, op: str, ranks: int, size: int) -> float:
+        """Of one collective over `ranks` ranks; size: bytes of the whole."""
+        if ranks == 1:
+            return 0.0
+        inside = ranks <= self.gpus_a_node
+        bandwidth = (self.node_gb_s if inside else self.network_gb_s) * 1e9
+        latency = (self.node_latency_us if inside else self.network_latency_us) * 1e-6
+        moved = size * (ranks - 1) / ranks * (2 if op == "all-reduce" else 1)
+        return math.ceil(math.log2(ranks)) * latency + moved / bandwidth
+
+
+def read_topology(file: Path) -> Topology:
+    """A TOML file with exactly the fields of Topology. Raises ConfigError naming what is wrong."""
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--topology {file} cannot be read ({error}); expected TOML; correct the file") from None
+    names = [entry.name for entry in dataclasses.fields(Topology)]
+    odd = sorted(set(found) ^ set(names))
+    if odd:
+        raise ConfigError(
+            f"--topology {file} has or lacks {', '.join(odd)}; expected exactly {', '.join(names)}; correct the file"
+        )
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"--topology {file}: {name} is {value!r}; expected a positive number; correct the file")
+    if found["compute_efficiency"] > 1 or int(found["gpus_a_node"]) != found["gpus_a_node"]:
+        raise ConfigError(
+            f"--topology {file}: expected a whole gpus_a_node and a compute_efficiency of at most 1; correct the file"
+        )
+    return Topology(**{**found, "gpus_a_node": int(found["gpus_a_node"])})
+
+
+def weak_scaling(
+    measured: Measured, ranks: int, compute_seconds: float, units: int, tokens: int, topology: Topology
+) -> list[dict[str, float]]:
+    """Simulated step times from 8 to 4,096 GPUs with the tokens a rank of `measured`; see the header.
+
+    compute_seconds: of one step at the peak rates. units: of FSDP2; the first one's gather hides behind nothing.
+    """
+    rows: list[dict[str, float]] = []
+    compute = compute_seconds / topology.compute_efficiency
+    for gpus in (8 << n for n in range(10)):
+        communication = sum(
+            count * topology.seconds(op, gpus if group == ranks else group, size // max(1, count))
+            for (op, group), (count, size) in measured.collectives.items()
+        )
+        step = max(compute, communication) + communication / units / 2
+        rows.append({"gpus": gpus, "compute_s": compute, "communication_s": communication, "step_s": step})
+        rows[-1]["tokens_a_second"] = gpus * tokens / step
+        rows[-1]["efficiency"] = rows[0]["step_s"] / step
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+def dry_run(
+    config: TrainConfig, ranks: int, device_name: str, topology_file: Path | None, make: Maker
+) -> dict[str, Any]:
+    """Everything of the header, as plain data. Raises ConfigError."""
+    topology = read_topology(topology_file) if topology_file else None
+    peaks = peaks_of(device_name)
+    measured = measure(config, ranks, "cpu" if device_name == "cpu" else "cuda", make)
+    flops = flops_a_token(config.size, config.seq, config.recipe)
+    known = isinstance(peaks, Peaks)
+    report: dict[str, Any] = {
+        "model": config.model,
+        "recipe": config.recipe,
+        "config_hash": config.hash,
+        "ranks": ranks,
+        "layers": config.size.layers,
+        "parameters": config.size.parameters,
+        "tokens_a_step": config.batch * config.seq,
+        "flops_a_token": flops.total,
+        "flops_a_token_fp8": flops.fp8,
+        "device_name": device_name,
+        "peak_bf16_tflops": peaks.bf16_tflops if known else None,
+        "peak_fp8_tflops": peaks.fp8_tflops if known else None,
+        "peak_reason": None if known else peaks,
+        "collectives": [
+            {"op": op, "group": group, "count": count, "bytes": size}
+            for (op, group), (count, size) in measured.collectives.items()
+        ],
+        "memory_bytes": measured.memory,
+    }
+    if topology is not None:
+        if not known:
+            raise ConfigError(f"--topology needs peak rates: {peaks}; expected a known device; correct --device-name")
+        tokens = config.batch * config.seq // ranks
+        fp8 = (peaks.fp8_tflops or peaks.bf16_tflops) * 1e12
+        seconds = tokens * (flops.bf16 / (peaks.bf16_tflops * 1e12) + flops.fp8 / fp8)
+        report["simulated"] = {
+            "topology": str(topology_file),
+            "weak_scaling": weak_scaling(measured, ranks, seconds, config.size.layers + 2, tokens, topology),
+        }
+    return report
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"{report['model']}, {report['layers']} layers, {report['recipe']}, {report['ranks']} ranks "
+        "(dry run: one rank, on fake tensors)",
+        f"parameters           {report['parameters']:,}",
+        f"tokens a step        {report['tokens_a_step']:,}",
+        f"FLOPs a token        {report['flops_a_token']:,.0f}, of which in FP8 {report['flops_a_token_fp8']:,.0f}",
+    ]
+    if report["peak_reason"] is None:
+        fp8 = report["peak_fp8_tflops"]
+        lines.append(
+            f"peak rates           {report['device_name']}: BF16 {report['peak_bf16_tflops']} TFLOPS, FP8 "
+            f"{'null (no FP8 instructions)' if fp8 is None else f'{fp8} TFLOPS'}"
+        )
+    else:
+        lines.append(f"peak rates           null: {report['peak_reason']}")
+    lines += ["", "collectives of a step", f"  {'op':16}{'group':>8}{'count':>8}{'bytes':>20}"]
+    lines += [
+        f"  {entry['op']:16}{entry['group']:>8}{entry['count']:>8}{entry['bytes']:>20,}"
+        for entry in report["collectives"]
+    ] or ["  none"]
+    lines += ["", "memory of a rank at its peak, GiB"]
+    lines += [f"  {name:28}{size / 2**30:>10.3f}" for name, size in report["memory_bytes"].items()]
+    if "simulated" in report:
+        lines += ["", f"SIMULATED weak scaling, from {report['simulated']['topology']} (no run was made)"]
+        lines.append(
+            f"  {'GPUs':>6}{'compute s':>12}{'communic. s':>13}{'step s':>10}{'tokens/s':>16}{'efficiency':>12}"
+        )
+        lines += [
+            f"  {row['gpus']:>6}{row['compute_s']:>12.4f}{row['communication_s']:>13.4f}{row['step_s']:>10.4f}"
+            f"{row['tokens_a_second']:>16,.0f}{row['efficiency']:>12.1%}"
+            for row in report["simulated"]["weak_scaling"]
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,57 @@
+"""Two gloo ranks train the curve that one process trains: within the band that harmless changes of one process have.
+
+The ranks halve the batch: each rounds its half of a gradient to bf16 before the halves are summed in float32, where
+one process rounds the whole. That is a harmless change of an order, so losses and gradient norms of all 100 steps must
+stay inside the band of the recorded nudged runs. Gradient digests see the roundings themselves and are compared more
+loosely, in suites/unit/test_parallel.py.
+
+FP8 is not judged so: a weight gradient has one scale a column of *this rank's* tokens, which is another computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8stack.config import TrainConfig
+from harness import bands, baselines
+from suites.unit import ranks
+
+Record = Callable[[str, object], None]
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE = "llama3-tiny-bf16"
+CONFIG = TrainConfig(model="llama3-tiny", steps=100, seed=0, batch=8, seq=128, device="cpu")
+
+
+@pytest.mark.parametrize("case", [pytest.param("llama3-tiny-bf16-2-ranks", id="llama3-tiny-bf16-2-ranks")])
+def test_two_ranks(case: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 steps on two ranks: both report the same, and every window is inside the band of world size 1."""
+    monkeypatch.delenv("FP8STACK_ARCH", raising=False)
+    recorded = baselines.load_loss(ROOT / "baselines" / "cpu" / baselines.LOSS_FILE, "cpu")
+    runs = recorded.of_config(CASE, CONFIG.hash)
+    reference = baselines.reference_run(runs)
+    assert reference is not None, f"no run 0 of {CASE} with config {CONFIG.hash} is recorded"
+
+    (steps, digests), other = ranks.run_ranks(ranks.judged_curve, CONFIG)
+    assert (steps, digests) == other, "the ranks report different numbers"
+    curve = bands.Curve(
+        loss={step: loss for step, loss, *_ in steps},
+        grad_norm={step: norm for step, _, norm, *_ in steps},
+        saturated={step: saturated for step, *_, saturated, _ in steps},
+        nan={step: nan for step, *_, nan in steps},
+        digests={int(step): parameters for step, parameters in digests.items()},
+    )
+    spread = [bands.Curve.of_run(run) for run in runs if run is not reference]
+    found = bands.compare(curve, bands.Curve.of_run(reference), spread, bands.counted(reference, runs))
+    losses = [loss for _, loss, *_ in steps]
+    record_property("config_hash", CONFIG.hash)
+    record_property("ranks", 2)
+    record_property("tail_loss_nats", math.fsum(losses[-20:]) / 20)
+    for row in found.rows:
+        print(f"{row.layer}: {row.metric} {row.window}: {row.measured:.2e} of {row.allowed:.2e}")
+    outside = [finding.message for finding in found.findings if finding.layer != "digests"]
+    assert not outside, outside

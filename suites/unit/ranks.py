@@ -1,0 +1,254 @@
+"""Bodies of tests that need several gloo ranks, and the function that runs them.
+
+Starting a rank costs an import of torch, seconds; so ranks are forked from a server that has imported it, and each body
+asks many questions at once. A body lives here, not in its test module, because the child imports it by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SECONDS = 240.0
+
+
+def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
+    """body(rank, *arguments) in `ranks` processes of one gloo group; what each returned, in order.
+
+    Raises RuntimeError with a rank's traceback, or saying how it died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, port, answers, body, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + SECONDS
+    try:
+        while len(results) < ranks:
+            try:
+                rank, good, value = answers.get(timeout=0.5)
+            except queue.Empty:
+                dead = {r: p.exitcode for r, p in enumerate(processes) if p.exitcode and r not in results}
+                if dead or time.monotonic() > deadline:
+                    how = f"ranks died: {dead}" if dead else f"no answer within {SECONDS:g} s"
+                    raise RuntimeError(f"{body.__name__}: {how}") from None
+                continue
+            if not good:
+                raise RuntimeError(f"{body.__name__}, rank {rank}:\n{value}")
+            results[rank] = value
+    finally:
+        for process in processes:
+            process.join(10 if len(results) == ranks else 0)
+            process.kill()
+    return [results[rank] for rank in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, port: int, answers: Any, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answers.put((rank, True, body(rank, *arguments)))
+    except BaseException:
+        answers.put((rank, False, traceback.format_exc()))
+
+
+def hashes(model: Any) -> dict[str, float]:
+    """A number a parameter that any change of a weight changes, from the whole parameter: collective."""
+    return {name: float(p.detach().full_tensor().double().square().sum()) for name, p in model.named_parameters()}
+
+
+def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
+    """What test_parallel asks of two ranks: a run, uneven labels, and two planted faults."""
+    import torch
+
+    from fp8stack.models import held
+    from fp8stack.train import IGNORED_LABEL, NonFiniteError, Trainer
+
+    trainer = Trainer(config)
+    answer: dict[str, Any] = {"weights": hashes(trainer.model)}
+    w1 = trainer.model.layers[0].feed_forward.w1
+    dtypes: set[torch.dtype] = set()
+    w1.register_forward_pre_hook(lambda module, _: dtypes.add(module.weight.dtype))
+    others: dict[str, torch.dtype] = {}
+    embedding = trainer.model.tok_embeddings
+    embedding.register_forward_pre_hook(lambda module, _: others.update(embedding=module.weight.dtype))
+    attention = trainer.model.layers[0].attention
+    attention.register_forward_pre_hook(
+        lambda _, inputs: others.update(stream=inputs[0].dtype, table=inputs[1][0].dtype)
+    )
+    result = trainer.run()
+    answer["gathered"] = dtypes
+    answer["others"] = others
+    answer["master"] = (w1.weight.dtype, held(w1.weight).shape[0], w1.weight.grad.dtype)
+    answer["steps"] = [dataclasses.astuple(record) for record in result.steps]
+    answer["digests"] = result.digests["1"]
+    answer["gemms"] = trainer.gemms.as_json()
+
+    trainer = Trainer(config)
+    batch = trainer.data.batch(0, 2, rank, 2)
+    labels = batch.labels.clone()
+    if rank == 0:
+        labels[0] = IGNORED_LABEL  # one microbatch of rank 0 has no valid token
+        labels[1, 3:] = IGNORED_LABEL
+    parts = trainer._microbatches(dataclasses.replace(batch, labels=labels))
+    loss = trainer._gradients(parts, trainer._valid_tokens(parts))
+    answer["uneven"] = (float(trainer.world.sum(loss.clone())), trainer.digests.take())
+
+    for name, plant in (("weight", _plant_weight), ("rank", _plant_on_rank_1)):
+        trainer = Trainer(config)
+        plant(trainer, rank)
+        try:
+            trainer.run()
+            answer[name] = "finished"
+        except NonFiniteError as error:
+            answer[name] = str(error)
+    return answer
+
+
+def _plant_weight(trainer: Any, rank: int) -> None:
+    from fp8stack.models import held
+
+    if rank == 0:
+        held(trainer.model.layers[1].feed_forward.w1.weight)[0, 0] = math.nan
+
+
+def _plant_on_rank_1(trainer: Any, rank: int) -> None:
+    if rank == 1:
+        trainer.model.layers[0].attention.wo.register_forward_hook(lambda module, _, y: y * math.inf)
+
+
+def resume_on_two(rank: int, config: Any, folder: str) -> list[Any]:
+    """Restore a checkpoint that one rank wrote; the weights' hashes and the steps that follow."""
+    from pathlib import Path
+
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    trainer.restore(Path(folder))
+    restored = hashes(trainer.model)
+    return [restored, [dataclasses.astuple(record) for record in trainer.run().steps]]
+
+
+def killed_in_a_save(rank: int, config: Any, folder: str) -> None:
+    """Save after each step, and die by SIGKILL when the second save is written and not yet complete."""
+    import signal
+    from pathlib import Path
+
+    from fp8stack.checkpoint import Checkpoints
+    from fp8stack.train import Trainer
+
+    class Dying(Checkpoints):
+        def _complete_one(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+            if final.name.endswith("2"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            super()._complete_one(partial, final, facts)
+
+    trainer = Trainer(config)
+    trainer.run(None, Dying(Path(folder), keep=5), every=1)
+
+
+def read_without_the_package(rank: int, folder: str, file: str) -> dict[str, Any]:
+    """A checkpoint as torch alone sees it: names, dtypes and a weight."""
+    import sys
+
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, file)
+    state = torch.load(file, weights_only=True)
+    assert not [name for name in sys.modules if name.startswith("fp8stack")]
+    flat = {name: tensor for name, tensor in state.items()}
+    return {name: (type(t).__name__, t.dtype, float(t.double().square().sum())) for name, t in flat.items()}
+
+
+def real_collectives(rank: int, config: Any) -> dict[tuple[str, int], tuple[int, int]]:
+    """What a real second step issues, written down where torch.distributed's functions are called."""
+    import torch.distributed as dist
+
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    found: dict[tuple[str, int], list[int]] = {}
+    inside: list[str] = []  # torch 2.13 has new names, and the old ones call them
+
+    def watched(op: str, function: Any, whole: Callable[..., Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if inside:
+                return function(*args, **kwargs)
+            tensor = whole(*args, **kwargs)
+            group = kwargs.get("group")
+            counted = found.setdefault((op, dist.get_world_size(group)), [0, 0])
+            counted[0] += 1
+            counted[1] += tensor.numel() * tensor.element_size()
+            inside.append(op)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    def output(output_tensor: Any, *_: Any, **__: Any) -> Any:
+        return output_tensor
+
+    def scattered(*args: Any, **kwargs: Any) -> Any:
+        return args[1] if len(args) > 1 else kwargs.get("input_tensor", kwargs.get("input"))
+
+    wholes = {
+        "all_gather_into_tensor": ("all-gather", output),
+        "all_gather_single": ("all-gather", output),
+        "reduce_scatter_tensor": ("reduce-scatter", scattered),
+        "reduce_scatter_single": ("reduce-scatter", scattered),
+        "all_reduce": ("all-reduce", lambda tensor, *_, **__: tensor),
+    }
+
+    def second(record: Any) -> None:
+        if record.step == 1:
+            for name, (op, whole) in wholes.items():
+                if hasattr(dist, name):
+                    setattr(dist, name, watched(op, getattr(dist, name), whole))
+
+    trainer.run(second)
+    return {key: (count, size) for key, (count, size) in found.items()}
+
+
+def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
+    """The dry run's answer for each (configuration, ranks, device type)."""
+    import torch.distributed as dist
+
+    from fp8stack import dryrun, train
+
+    def make(config: Any, world: Any) -> Any:
+        trainer = train.Trainer(config, world)
+        return trainer.dry_step, trainer.model, trainer.optimiser
+
+    answers = [dryrun.measure(config, ranks, device_type, make) for config, ranks, device_type in cases]
+    assert not dist.is_initialized()
+    return [(answer.collectives, answer.memory) for answer in answers]
+
+
+def judged_curve(rank: int, config: Any) -> Any:
+    """The losses, gradient norms and digests of a run on these ranks, as the loss suite compares them."""
+    from fp8stack.train import run
+
+    result = run(config)
+    return [(r.step, r.loss, r.grad_norm, r.saturated, r.nan) for r in result.steps], result.digests

@@ -1,0 +1,198 @@
+"""Checkpoints: resuming changes nothing, a killed save is no checkpoint, and torch alone can read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8stack import checkpoint, train
+from fp8stack.checkpoint import CheckpointError, Checkpoints
+from fp8stack.config import TrainConfig
+from fp8stack.models import held
+from fp8stack.train import Trainer
+from suites.unit import ranks
+
+SHORT = TrainConfig(steps=12, batch=2, seq=16, device="cpu", layers=1, recipe="rowwise")
+
+
+def short(**changes: Any) -> TrainConfig:
+    return dataclasses.replace(SHORT, **changes)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """The checkpoint after step 7 of 12 of SHORT, and hashes of its weights."""
+    folder = tmp_path_factory.mktemp("saved")
+    trainer = Trainer(short())
+    hashes: dict[str, float] = {}
+    trainer.run(
+        lambda record: hashes.update(ranks.hashes(trainer.model)) if record.step == 7 else None,
+        Checkpoints(folder, keep=1),
+        every=7,
+    )
+    return folder / "step-00000007", hashes
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 1,001 tokens: 62 samples of 16, so that 24 of them are an epoch that ends nowhere in particular."""
+    file = tmp_path_factory.mktemp("tokens") / "tokens.bin"
+    file.write_bytes(b"".join(((i * 7919) % 768).to_bytes(2, "little") for i in range(1001)))
+    return file
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, id="workers-0"), pytest.param(2, id="workers-2")])
+def test_resume_is_bit_exact(workers: int, tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FP8, stopped after step 7 of 12 and resumed: every number of every step is that of the straight run."""
+    common = ["--recipe", "rowwise", "--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "12"]
+    common += ["--data", str(tokens), "--checkpoint-every", "7", "--workers", str(workers)]
+
+    def lines(out: Path) -> list[dict[str, Any]]:
+        read = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return [{name: line[name] for name in ("step", "loss", "grad_norm", "saturated", "nan")} for line in read]
+
+    assert train.main([*common, "--out", str(tmp_path / "straight")]) == 0
+    straight = lines(tmp_path / "straight")
+    assert train.main([*common, "--out", str(tmp_path / "straight"), "--resume"]) == 0
+    assert "resuming after step 7" in capsys.readouterr().err
+    assert lines(tmp_path / "straight") == straight
+    assert [line["step"] for line in straight] == list(range(1, 13))
+
+
+def test_another_number_of_ranks(saved: tuple[Path, dict[str, float]]) -> None:
+    """Two ranks take up what one wrote: the same weights, and the next losses of the straight run."""
+    folder, hashes = saved
+    trainer = Trainer(short())
+    trainer.restore(folder)
+    following = trainer.run().steps
+    for restored, steps in ranks.run_ranks(ranks.resume_on_two, short(), str(folder)):
+        assert restored == pytest.approx(hashes, rel=1e-12)
+        assert [step[0] for step in steps] == [8, 9, 10, 11, 12]
+        assert steps[0][1] == pytest.approx(following[0].loss, rel=1e-6)
+
+
+def test_plain_tensors(saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    """torch alone reads it with weights_only: plain float32, names of the bf16 model (pytorch/torchtitan#651)."""
+    folder, hashes = saved
+    [found] = ranks.run_ranks(ranks.read_without_the_package, str(folder), str(tmp_path / "one.pt"), ranks=1)
+    assert set(found) == set(Trainer(short(recipe="bf16")).state())
+    assert {(kind, dtype) for kind, dtype, _ in found.values()} == {("Tensor", torch.float32)}
+    assert {name: found[f"model/{name}"][2] for name in hashes} == pytest.approx(hashes, rel=1e-12)
+    assert found["adam_step"][2] == 49.0
+
+
+def test_save_is_of_its_moment(tmp_path: Path) -> None:
+    """What changes after `save` returned is not in the checkpoint, however long the writing takes."""
+    trainer = Trainer(short(steps=1, recipe="bf16"))
+    trainer.run()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    state = trainer.state()
+    before = {name: held(tensor).clone() for name, tensor in state.items()}
+    checkpoints.save(1, state, trainer.facts())
+    for tensor in state.values():
+        held(tensor).fill_(7.0)
+    checkpoints.wait()
+    trainer.restore(tmp_path / "step-00000001")
+    for name, tensor in trainer.state().items():
+        assert torch.equal(held(tensor), before[name]), name
+
+
+def test_killed_save_is_no_checkpoint(tmp_path: Path) -> None:
+    """SIGKILL while the save of step 2 is completed: step 1 is taken, and what was ignored is named."""
+    folder = tmp_path / "checkpoints"
+    config = short(recipe="bf16", steps=4)
+    with pytest.raises(RuntimeError, match=r"ranks died: \{0: -9\}"):
+        ranks.run_ranks(ranks.killed_in_a_save, config, str(folder), ranks=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002.partial"]
+    checkpoints = Checkpoints(folder, keep=2)
+    assert checkpoints.newest() == folder / "step-00000001"
+    assert checkpoints.ignored == ["step-00000002.partial"]
+    trainer = Trainer(config)
+    trainer.restore(folder / "step-00000001")
+    assert [record.step for record in trainer.run(None, checkpoints, every=1).steps] == [2, 3, 4]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_dtype_is_checked(saved: tuple[Path, dict[str, float]]) -> None:
+    """A tensor of another dtype is an error that names it, not a silent cast (pytorch/pytorch#187138)."""
+    folder, _ = saved
+    state = Trainer(short()).state()
+    name = "model/layers.0.attention.wq.weight"
+    state[name] = held(state[name]).bfloat16()
+    with pytest.raises(CheckpointError, match=rf"'{re.escape(name)}' is torch\.float32 .* expected torch\.bfloat16"):
+        checkpoint.load(folder, state)
+    del state[name]
+    with pytest.raises(CheckpointError, match=f"has '{re.escape(name)}', which the model lacks"):
+        checkpoint.load(folder, state)
+
+
+def test_another_configuration(saved: tuple[Path, dict[str, float]]) -> None:
+    """Resuming with other options is refused and names them."""
+    with pytest.raises(CheckpointError, match=r"another configuration: lr, seed differ"):
+        Trainer(short(lr=1e-4, seed=3)).restore(saved[0])
+
+
+def test_another_arch(saved: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 of another arch rounds otherwise: resuming is refused and says how to go on."""
+    monkeypatch.setenv("FP8STACK_ARCH", "gfx942")
+    with pytest.raises(CheckpointError, match=r"formats of cpu.*FP8STACK_ARCH=cpu"):
+        Trainer(short()).restore(saved[0])
+
+
+def test_damaged_checkpoint(saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    """A cut metadata file is one line that says what to do, not a traceback from inside torch."""
+    (tmp_path / ".metadata").write_bytes((saved[0] / ".metadata").read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"cannot be read.*remove the folder"):
+        checkpoint.load(tmp_path, Trainer(short()).state())
+
+
+def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No room for a checkpoint is an error before the first step; a disk that fills up later stops the run."""
+    common = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "2", "--out", str(tmp_path)]
+    usage = train.shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        assert train.main([*common, "--checkpoint-every", "1"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "a checkpoint takes 0.00 GiB" in err
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_flush_folder", full)
+    assert train.main([*common, "--checkpoint-every", "1"]) == 1
+    assert "the checkpoint of step 1 could not be written" in capsys.readouterr().err.splitlines()[-1]
+
+
+REFUSED = {
+    "resume-nothing": (["--resume"], "drop --resume"),
+    "resume-nowhere": (["--resume"], "--out"),
+    "negative": (["--checkpoint-every", "-1"], "--checkpoint-every"),
+    "keep": (["--checkpoint-every", "1", "--keep", "0"], "--keep"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in REFUSED])
+def test_bad_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 and one line that names the option."""
+    arguments, word = REFUSED[name]
+    out = [] if name == "resume-nowhere" else ["--out", str(tmp_path)]
+    assert train.main(["--steps", "1", "--layers", "1", "--device", "cpu", *out, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert word in err
+
+
+def test_a_second_start_does_not_overwrite(saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: Any) -> None:
+    """A folder with checkpoints is not begun anew by accident."""
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    common = ["--layers", "1", "--device", "cpu", "--out", str(tmp_path), "--checkpoint-every", "1"]
+    assert train.main(common) == 2
+    assert "--resume" in capsys.readouterr().err

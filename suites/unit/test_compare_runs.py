@@ -1,0 +1,111 @@
+"""Two runs side by side: the first window outside, the layer whose gradients differ, and runs that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8stack import compare, train
+from fp8stack.compare import gradient_ratios, layer_of, read_run, rows
+
+
+def _write(folder: Path, losses: list[float], told: dict[str, Any] | None = None) -> Path:
+    folder.mkdir()
+    lines = [json.dumps({"step": n, "loss": loss, "grad_norm": 1.0}) for n, loss in enumerate(losses, start=1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "run.json").write_text(json.dumps({"config_hash": "a", **(told or {})}))
+    return folder
+
+
+STRAIGHT = [7.0 - 0.03 * n for n in range(100)]
+
+
+def test_the_band_of_nudged_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nudged by 1e-5, four runs allow 10 times that; a drift from step 30 on is outside in window 21-50 first."""
+    a = _write(tmp_path / "a", STRAIGHT)
+    nudged = [_write(tmp_path / f"n{i}", [x * (1 + i * 2.5e-6) for x in STRAIGHT]) for i in (1, 2, 3, 4)]
+    near = _write(tmp_path / "near", [x * (1 + 9e-5) for x in STRAIGHT])
+    far = _write(tmp_path / "far", [x * (1 + (2e-4 if n >= 30 else 0)) for n, x in enumerate(STRAIGHT)])
+    with_band = ["--nudged", *map(str, nudged)]
+    assert compare.main([str(a), str(near), *with_band]) == 0
+    assert "first outside: none" in capsys.readouterr().out
+    assert compare.main([str(a), str(far), *with_band]) == 1
+    assert "first outside: steps 21-50" in capsys.readouterr().out
+    judged = rows(read_run(a), read_run(near), [read_run(folder) for folder in nudged])
+    assert [row.window for row in judged] == ["1-1", "2-5", "6-10", "11-20", "21-50", "51-100", "tail"]
+    assert judged[0].allowed == pytest.approx(1e-4)
+    assert judged[0].difference == pytest.approx(9e-5)
+
+
+def test_without_a_band(tmp_path: Path) -> None:
+    """Between two formats: 1e-3 everywhere is inside, 3e-3 in steps 41-60 is not; noise around zero is."""
+    a = read_run(_write(tmp_path / "a", STRAIGHT))
+    noise = read_run(_write(tmp_path / "noise", [x * (1 + (-1) ** n * 8e-3) for n, x in enumerate(STRAIGHT)]))
+    late = read_run(
+        _write(tmp_path / "late", [x * (1 + (3e-3 if 40 <= n < 60 else 0)) for n, x in enumerate(STRAIGHT)])
+    )
+    assert all(row.inside for row in rows(a, noise, []))
+    assert [row.window for row in rows(a, late, []) if not row.inside] == ["41-60"]
+
+
+def test_nan_is_outside(tmp_path: Path) -> None:
+    """A loss that is no number is never inside a band, with or without nudged runs."""
+    a = read_run(_write(tmp_path / "a", STRAIGHT))
+    broken = read_run(_write(tmp_path / "b", [*STRAIGHT[:30], float("nan"), *STRAIGHT[31:]]))
+    assert [row.window for row in rows(a, broken, [a]) if not row.inside] == ["21-50"]
+    assert [row.window for row in rows(a, broken, []) if not row.inside] == ["21-40"]
+
+
+def test_the_layer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A weight gradient x 1.02 in one layer shows in its ratio and in no other's."""
+    digest = {f"layers.{n}.attention.wq.weight": [2.0, 0.0, 0.0, 0.0] for n in range(3)}
+    other = {**digest, "layers.1.attention.wq.weight": [2.04, 0.0, 0.0, 0.0]}
+    a = _write(tmp_path / "a", STRAIGHT, {"digests": {"1": digest}, "saturated_by_layer": {"1": {}}})
+    counts = {"layers.0.attention.wq": 5, "layers.0.attention.wk": 7, "layers.2.feed_forward.w1": 1}
+    b = _write(tmp_path / "b", STRAIGHT, {"digests": {"1": other}, "saturated_by_layer": {"1": counts}})
+    assert gradient_ratios(read_run(a), read_run(b)) == {
+        "1": {"layers.0": 1.0, "layers.1": pytest.approx(1.02), "layers.2": 1.0}
+    }
+    assert compare.main([str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if "differs" in line] == ["layers.1"]
+    assert "layers.0                       0          12" in out
+    assert layer_of("tok_embeddings.weight") == "tok_embeddings"
+
+
+def test_a_run_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What train --out wrote is read; a last line cut off by a kill is left out."""
+    out = tmp_path / "run"
+    common = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "2"]
+    assert train.main([*common, "--recipe", "rowwise", "--out", str(out)]) == 0
+    with (out / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "lo')
+    assert compare.main([str(out), str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "rowwise e4m3fn on cpu, 1 ranks" in shown
+    assert "gradient norm B / A by layer, step 2" in shown
+    assert "saturated codes by layer, step 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        pytest.param(lambda a, tmp: [str(a), str(tmp / "none")], "cannot be read", id="missing"),
+        pytest.param(lambda a, tmp: [str(a), str(_write(tmp / "b", []))], "no step", id="empty"),
+        pytest.param(
+            lambda a, tmp: [str(a), str(a), "--nudged", str(_write(tmp / "b", STRAIGHT, {"config_hash": "b"}))],
+            "another configuration",
+            id="nudged",
+        ),
+    ],
+)
+def test_bad_runs(make: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 and one line."""
+    a = _write(tmp_path / "a", STRAIGHT)
+    assert compare.main(make(a, tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert told in err

@@ -1,0 +1,173 @@
+"""The dry run: what it counts is what real ranks do, and what it simulates says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8stack import dryrun, train
+from fp8stack.config import ConfigError, TrainConfig
+from fp8stack.dryrun import Measured, Topology, read_topology, weak_scaling
+from suites.unit import ranks
+
+SHORT = TrainConfig(steps=2, batch=4, seq=16, device="cpu", layers=2, digests=False)
+FP8 = dataclasses.replace(SHORT, recipe="rowwise")
+DEEP = dataclasses.replace(SHORT, layers=4)
+CASES: dict[str, tuple[TrainConfig, int, str]] = {
+    "two": (SHORT, 2, "cpu"),
+    "four": (FP8, 4, "cpu"),
+    "gpu": (SHORT, 2, "cuda"),
+    "deep": (DEEP, 4, "cpu"),
+}
+
+
+@pytest.fixture(scope="module")
+def dry() -> dict[str, tuple[dict[Any, tuple[int, int]], dict[str, int]]]:
+    """The dry run of every case, in one process that has no other process group."""
+    [answers] = ranks.run_ranks(ranks.dry_collectives, list(CASES.values()), ranks=1)
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", [pytest.param("two", id="2-ranks-bf16"), pytest.param("four", id="4-ranks-rowwise")])
+def test_collectives_are_those_of_real_ranks(name: str, dry: dict[str, Any]) -> None:
+    """Counts, bytes and group sizes equal those of a real gloo run, on every rank."""
+    config, size, _ = CASES[name]
+    for found in ranks.run_ranks(ranks.real_collectives, config, ranks=size):
+        assert found == dry[name][0]
+    assert {op for op, _ in dry[name][0]} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_sizes_by_hand(dry: dict[str, Any]) -> None:
+    """Two ranks of two blocks: every gradient is reduced once, in float32; the last all-reduce holds loss and norm."""
+    size = SHORT.size
+    collectives, memory = dry["two"]
+    assert collectives["reduce-scatter", 2] == (4, 4 * size.parameters)
+    assert collectives["all-reduce", 2] == (2, 8 + 16)
+    assert dry["four"][0]["all-reduce", 4] == (2, 8 + 16 + 8 * 2 * 14)
+    assert memory["parameters (shard)"] == 4 * size.parameters // 2
+    assert memory["optimiser"] == pytest.approx(2 * 4 * size.parameters // 2, abs=1000)
+
+
+def test_the_gpu_path_is_played(dry: dict[str, Any]) -> None:
+    """For a GPU the embedding is gathered as bf16, and attention is not written out in float64."""
+    size = SHORT.size
+    gathers = dry["two"][0]["all-gather", 2], dry["gpu"][0]["all-gather", 2]
+    assert gathers[0][0] == gathers[1][0]
+    assert (gathers[0][1] - gathers[1][1]) % (2 * size.vocab * size.dim) == 0
+    assert gathers[0][1] > gathers[1][1]
+    assert dry["gpu"][1]["activations"] < dry["two"][1]["activations"] / 2
+
+
+def test_blocks_are_extended(dry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running two and three blocks and adding the difference gives what running all four gives."""
+    whole = Measured(*dry["deep"])
+    cases = [(dataclasses.replace(DEEP, layers=layers), 4, "cpu") for layers in (2, 3)]
+    [answers] = ranks.run_ranks(ranks.dry_collectives, cases, ranks=1)
+    extended = Measured(*answers[0]).extended(Measured(*answers[1]), 1)
+    assert extended.collectives == whole.collectives
+    assert extended.memory["total"] == pytest.approx(whole.memory["total"], rel=0.02)
+
+
+NODE = {
+    "gpus_a_node": 8, "node_gb_s": 100.0, "network_gb_s": 10.0, "node_latency_us": 10.0, "network_latency_us": 20.0,
+    "compute_efficiency": 0.5,
+}  # fmt: skip
+
+
+def test_topology_by_hand() -> None:
+    """3 latencies and 7/8 of a GB at 100 GB/s within a node; beyond it the network's; an all-reduce moves twice."""
+    topology = Topology(**NODE)
+    assert topology.seconds("all-gather", 8, 10**9) == pytest.approx(3 * 10e-6 + 7 / 8 / 100)
+    assert topology.seconds("all-gather", 16, 10**9) == pytest.approx(4 * 20e-6 + 15 / 16 / 10)
+    assert topology.seconds("all-reduce", 8, 10**9) == pytest.approx(3 * 10e-6 + 2 * 7 / 8 / 100)
+    assert topology.seconds("all-gather", 1, 10**9) == 0.0
+
+
+def test_weak_scaling() -> None:
+    """From 8 to 4,096 GPUs: where computing takes longer nothing but the first gather shows; else the network does."""
+    measured = Measured({("all-gather", 16): (10, 10**10)}, {})
+    rows = weak_scaling(measured, 16, 5.0, 10, 1000, Topology(**NODE))
+    assert [row["gpus"] for row in rows] == [8 << n for n in range(10)]
+    assert rows[-1]["gpus"] == 4096
+    assert rows[0]["step_s"] == pytest.approx(10.0 + rows[0]["communication_s"] / 20)
+    assert rows[1]["communication_s"] == pytest.approx(10 * (4 * 20e-6 + 15 / 16 / 10))
+    slow = weak_scaling(measured, 16, 0.05, 10, 1000, Topology(**NODE))
+    assert slow[1]["step_s"] == pytest.approx(slow[1]["communication_s"] * 1.05)
+    assert slow[1]["efficiency"] < 0.2 < 0.99 < rows[1]["efficiency"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        pytest.param({"node_gb_s": 0}, "node_gb_s is 0", id="zero"),
+        pytest.param({"node_gb_s": None}, "lacks node_gb_s", id="missing"),
+        pytest.param({"extra": 1}, "has or lacks extra", id="unknown"),
+        pytest.param({"compute_efficiency": 1.5}, "compute_efficiency of at most 1", id="efficiency"),
+        pytest.param({"network_gb_s": math.nan}, "network_gb_s is nan", id="nan"),
+    ],
+)
+def test_bad_topology(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """Each wrong line of a topology file is named."""
+    file = tmp_path / "cluster.toml"
+    fields = {name: value for name, value in {**NODE, **change}.items() if value is not None}
+    file.write_text("\n".join(f"{name} = {value}" for name, value in fields.items()))
+    with pytest.raises(ConfigError, match=told):
+        read_topology(file)
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured({("all-gather", 8): (68, 10**10)}, {"total": 2**30})
+    monkeypatch.setattr(dryrun, "measure", lambda *_: measured)
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("AMD Instinct MI300X", "BF16 1307.4 TFLOPS, FP8 2614.9 TFLOPS"),
+        ("AMD Instinct MI325X", "BF16 1307.4 TFLOPS, FP8 2614.9 TFLOPS"),
+        ("AMD Instinct MI350X", "BF16 2300.0 TFLOPS, FP8 4600.0 TFLOPS"),
+        ("AMD Instinct MI355X", "BF16 2500.0 TFLOPS, FP8 5000.0 TFLOPS"),
+        ("NVIDIA H200", "BF16 989.0 TFLOPS, FP8 1979.0 TFLOPS"),
+        ("Cray", "null: no peak rates are known for 'Cray'"),
+    ],
+)
+def test_report(name: str, rates: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """--dry-run prints the peak rates of the device, FLOPs a token worked out by hand, and no simulation unasked."""
+    _measured(monkeypatch)
+    arguments = ["--dry-run", "--world-size", "8", "--model", "llama3-8b", "--batch", "8", "--seq", "8192"]
+    assert train.main([*arguments, "--device-name", name]) == 0
+    out = capsys.readouterr().out
+    assert rates in out
+    assert "FLOPs a token        57,912,852,480" in out
+    assert "SIMULATED" not in out
+
+
+def test_simulation_is_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """The weak-scaling table says that it is simulated and from which file; in JSON it is under that word."""
+    _measured(monkeypatch)
+    file = tmp_path / "cluster.toml"
+    file.write_text("\n".join(f"{name} = {value}" for name, value in NODE.items()))
+    common = ["--dry-run", "--world-size", "8", "--batch", "8", "--topology", str(file)]
+    assert train.main([*common, "--device-name", "AMD Instinct MI300X"]) == 0
+    assert f"SIMULATED weak scaling, from {file}" in capsys.readouterr().out
+    assert train.main([*common, "--device-name", "AMD Instinct MI300X", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["simulated"]["topology"] == str(file)
+    assert len(report["simulated"]["weak_scaling"]) == 10
+    assert train.main([*common, "--device-name", "Cray"]) == 2
+    assert "--device-name" in capsys.readouterr().err
+
+
+def test_bad_world_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """No ranks, or ranks that do not divide the batch: one line."""
+    for size, option in (("0", "--world-size"), ("3", "--batch")):
+        # The second check needs no process group of its own: the batch is refused first.
+        assert train.main(["--dry-run", "--world-size", size, "--batch", "8"]) == 2
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1, err
+        assert option in err

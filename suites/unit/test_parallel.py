@@ -1,0 +1,205 @@
+"""Ranks, activation checkpointing and compile change how a step is computed, not what; and products are all seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fp8stack import parallel, train
+from fp8stack.config import TrainConfig
+from fp8stack.data import Batch
+from fp8stack.parallel import GEMMS, UnseenGemm
+from fp8stack.train import Trainer, run
+from suites.unit import ranks
+
+SHORT = TrainConfig(steps=2, batch=2, seq=16, device="cpu", layers=2)
+SHARED = TrainConfig(steps=2, batch=4, seq=32, device="cpu", layers=2, accumulate=2)
+LINEARS = 7  # of a block of Llama: q, k, v, o, and three of the feed-forward
+
+
+def short(**changes: Any) -> TrainConfig:
+    return dataclasses.replace(SHORT, **changes)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    """What two gloo ranks answer for SHARED."""
+    return ranks.run_ranks(ranks.train_and_fail, SHARED)
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[Trainer, Any, dict[str, float]]:
+    """The same configuration at world size 1, in this process."""
+    trainer = Trainer(SHARED)
+    weights = ranks.hashes(trainer.model)
+    return trainer, trainer.run(), weights
+
+
+def test_two_ranks_are_one_run(two: list[dict[str, Any]], one: tuple[Trainer, Any, dict[str, float]]) -> None:
+    """Both ranks report the same, and what one process reports: weights, first loss, gradients (torchtitan#1720)."""
+    _, result, weights = one
+    for name in ("weights", "steps", "digests", "gemms"):
+        assert two[0][name] == two[1][name], name
+    for name, expected in weights.items():
+        assert two[0]["weights"][name] == pytest.approx(expected, rel=1e-12), name
+    first, (_, loss, norm, *_) = result.steps[0], two[0]["steps"][0]
+    assert loss == pytest.approx(first.loss, rel=1e-6)
+    assert norm == pytest.approx(first.grad_norm, rel=2e-3)
+    assert two[0]["steps"][1][1] == pytest.approx(result.steps[1].loss, rel=2e-4)
+    for name, (norm, _, dot1, dot2) in result.digests["1"].items():
+        found = two[0]["digests"][name]
+        assert found[0] == pytest.approx(norm, rel=5e-3), name
+        assert found[2] == pytest.approx(dot1, abs=2e-2 * norm), name
+        assert found[3] == pytest.approx(dot2, abs=2e-2 * norm), name
+
+
+def test_dtypes_of_the_policy(two: list[dict[str, Any]]) -> None:
+    """float32 masters, a row-shard a rank, gathered as bf16, gradients back in float32 (pytorch/ao#2455).
+
+    No input is cast: the rotary tables stay float32. A CPU's embedding is gathered as float32 (parallel.py says why).
+    """
+    for answer in two:
+        assert answer["others"] == {"embedding": torch.float32, "stream": torch.bfloat16, "table": torch.float32}
+        assert answer["gathered"] == {torch.bfloat16}
+        assert answer["master"] == (torch.float32, 352 // 2, torch.float32)
+
+
+def test_uneven_ranks_equal_one_batch(two: list[dict[str, Any]]) -> None:
+    """With 3 of 16, 0 of 16 and all labels valid in the microbatches, loss and gradients are those of one batch.
+
+    pytorch/torchtitan#2206: a mean of means weighs a token by its neighbours.
+    """
+    trainer = Trainer(dataclasses.replace(SHARED, accumulate=1))
+    batch = trainer.data.batch(0, 4)
+    labels = batch.labels.clone()
+    labels[0] = train.IGNORED_LABEL
+    labels[1, 3:] = train.IGNORED_LABEL
+    parts = [Batch(batch.tokens, labels)]
+    loss = float(trainer._gradients(parts, trainer._valid_tokens(parts)))
+    digests = trainer.digests.take()
+    for answer in two:
+        found, gradients = answer["uneven"]
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, (norm, _, dot1, dot2) in digests.items():
+            assert gradients[name][0] == pytest.approx(norm, rel=1e-2), name
+            assert gradients[name][2] == pytest.approx(dot1, abs=3e-2 * norm), name
+            assert gradients[name][3] == pytest.approx(dot2, abs=3e-2 * norm), name
+
+
+def test_non_finite_stops_every_rank(two: list[dict[str, Any]]) -> None:
+    """A NaN weight in one rank's shard, or a fault on one rank only: both stop at step 1 and name the same module."""
+    for name, module in (("weight", "layers.1.feed_forward.w1"), ("rank", "layers.0.attention.wo")):
+        for answer in two:
+            assert answer[name].startswith("step 1: the loss is not finite"), answer[name]
+            assert f"'{module}'" in answer[name]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "forward", "gradient"),
+    [
+        pytest.param("bf16", "mm", ("mm", "mm"), id="bf16"),
+        pytest.param("rowwise", "fp8stack::scaled_mm", ("fp8stack::scaled_mm", "fp8stack::scaled_mm"), id="rowwise"),
+        pytest.param(
+            "rowwise_with_gw_hp", "fp8stack::scaled_mm", ("fp8stack::scaled_mm", "mm"), id="rowwise_with_gw_hp"
+        ),
+    ],
+)
+def test_checkpointing_recomputes_the_same_gemms(recipe: str, forward: str, gradient: tuple[str, str]) -> None:
+    """Each mode gives the same bits and counts; products, by backend, are those that arithmetic says, FP8 as bf16.
+
+    Selective keeps the first, third, fifth and seventh linear of a block and recomputes the second, fourth and sixth.
+    """
+    blocks = SHORT.layers
+    plain: Any = None
+    for mode, again in (("none", 0), ("full", LINEARS), ("selective", LINEARS // 2)):
+        trainer = Trainer(short(recipe=recipe, recompute=mode, steps=1))
+        result = trainer.run()
+        plain = plain or result
+        assert result.steps == plain.steps, mode
+        assert result.digests == plain.digests, mode
+        found = trainer.gemms.as_json()
+        backward = {"mm": 2}  # of the head
+        for name in gradient:
+            backward[name] = backward.get(name, 0) + blocks * LINEARS
+        heads = {"mm": 1}
+        heads[forward] = heads.get(forward, 0) + blocks * LINEARS
+        linear = {
+            part: {name: n for name, n in found[part].items() if "bmm" not in name}
+            for part in ("forward", "recompute", "backward")
+        }
+        assert linear == {
+            "forward": heads,
+            "recompute": {forward: blocks * again} if again else {},
+            "backward": backward,
+        }, mode
+        assert found["recomputed"] == blocks * again
+        assert found["forward"]["bmm"] == found["forward"]["baddbmm"] == blocks
+        assert ("bmm" in found["recompute"]) == (mode == "full"), "attention is kept, unless everything is recomputed"
+
+
+@torch.library.custom_op("planted::project", mutates_args=())
+def _project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t()
+
+
+@torch.library.custom_op("planted::other_gemm", mutates_args=())
+def _other_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x[:, None, :] * weight).sum(dim=-1)
+
+
+for _op in (_project, _other_gemm):
+    _op.register_autograd(lambda ctx, grad: (None, None))
+
+
+@pytest.mark.parametrize(
+    ("op", "told"),
+    [
+        pytest.param(_project, "14 aten::mm.*planted::project.*the policy saw 13", id="hidden"),
+        pytest.param(_other_gemm, "planted::other_gemm looks like a matrix product", id="unknown"),
+    ],
+)
+def test_unseen_gemm(op: Any, told: str) -> None:
+    """A product that a custom op hides from the policy, or that is spelt in a new way, stops the run by name."""
+    trainer = Trainer(short(recompute="selective"))
+    wk = trainer.model.layers[1].attention.wk
+    wk.forward = lambda x: op(x.flatten(0, 1).double(), wk.weight.double()).to(x.dtype).view(*x.shape[:-1], -1)
+    with pytest.raises(UnseenGemm, match=told):
+        trainer.run()
+
+
+def test_gemms_names_every_spelling() -> None:
+    """The spellings of torch 2.10 to 2.13 and of this package are all there."""
+    spellings = ("mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+    assert {f"aten::{name}" for name in spellings} <= {name for name, kind in GEMMS.items() if kind == "linear"}
+    ours = {
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("fp8stack::") and "mm" in name.partition("::")[2]
+    }
+    assert {name.partition(".")[0] for name in ours} <= set(GEMMS), "a product of this package is not in GEMMS"
+
+
+def test_compiled_blocks() -> None:
+    """One graph serves all blocks and steps; losses, code counts and recomputed products are those of eager mode."""
+    plain = run(short(recipe="rowwise", recompute="selective", steps=3))
+    trainer = Trainer(short(recipe="rowwise", recompute="selective", steps=3, compile="aot_eager"))
+    result = trainer.run()
+    assert result.steps == plain.steps
+    assert trainer.compiler.graphs == 1
+    assert trainer.gemms.recomputed == SHORT.layers * (LINEARS // 2)
+
+
+def test_ranks_must_divide_the_batch() -> None:
+    """A batch that ranks and microbatches do not divide is refused by the option's name."""
+    with pytest.raises(train.ConfigError, match=r"batch 8 .* 3 ranks.*--batch"):
+        train._check_shares(TrainConfig(batch=8), 3)
+
+
+@pytest.mark.parametrize("name", [pytest.param("cuda:1", id="numbered"), pytest.param("tpu", id="unknown")])
+def test_devices_under_torchrun(name: str) -> None:
+    """One GPU named for all ranks, or a device that does not exist: one line that names the option."""
+    with pytest.raises(train.ConfigError, match="--device"):
+        parallel._resolve_device(name, 2)

@@ -1,0 +1,138 @@
+"""Kernel time by class: names of real kernels, traces with known times, and a trace that the trainer wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8stack import profile, train
+from fp8stack.profile import TraceError, class_of, read_trace, share_recovered, table
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::...", "GEMM"),
+        ("Cijk_Alik_Bljk_F8BS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x128_MI16x16x1", "GEMM"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "GEMM"),
+        ("_grouped_gemm_kernel", "GEMM"),
+        ("fp8stack::scaled_mm", "GEMM"),
+        ("aten::mm", "GEMM"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
+        ("_quantize_rowwise_kernel", "quantisation"),
+        ("fp8stack::quantize_tensorwise", "quantisation"),
+        ("Memcpy DtoD (Device -> Device)", "memory copy"),
+        ("Memset (Device)", "memory copy"),
+        ("triton_poi_fused_add_mul_silu_3", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "elementwise"),
+        ("aten::rsqrt", "elementwise"),
+        ("some_vendor_kernel", "other"),
+    ],
+)
+def test_class_of(name: str, label: str) -> None:
+    """Kernels of NCCL, cuBLAS, CUTLASS, hipBLASLt, Triton and this package are where a person would look for them."""
+    assert class_of(name) == label
+
+
+def _write(folder: Path, events: list[dict[str, Any]], steps: int = 2) -> Path:
+    marks = [
+        {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{n}", "ts": 1000 * n, "dur": 1000, "tid": 1}
+        for n in range(steps)
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / "trace-rank0.json").write_text(json.dumps({"traceEvents": [*marks, *events]}))
+    return folder
+
+
+def _kernel(name: str, ts: float, dur: float, cat: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 7}
+
+
+def test_a_gpu_trace(tmp_path: Path) -> None:
+    """Microseconds and launches a step; CPU operators beside kernels are not counted twice."""
+    events = [
+        _kernel("nvjet_a", 0, 300), _kernel("nvjet_a", 1000, 300), _kernel("_quantize_rowwise_kernel", 400, 50),
+        _kernel("Memcpy DtoD", 500, 20, "gpu_memcpy"), _kernel("aten::mm", 0, 900, "cpu_op"),
+    ]  # fmt: skip
+    found = read_trace(_write(tmp_path / "a", events))
+    assert found.on_device
+    assert (found.steps, found.step_us) == (2, 1000.0)
+    classes = found.classes()
+    assert classes["GEMM"] == (300.0, 1.0)
+    assert classes["quantisation"] == (25.0, 0.5)
+    assert classes["memory copy"] == (10.0, 0.5)
+    assert sum(time for time, _ in classes.values()) == 335.0
+
+
+def test_a_cpu_trace_is_read_by_self_time(tmp_path: Path) -> None:
+    """What runs inside a quantiser belongs to it; a parent's time is without its children's."""
+    events = [
+        _kernel("fp8stack::quantize_rowwise", 0, 100, "cpu_op"), _kernel("aten::amax", 10, 30, "cpu_op"),
+        _kernel("aten::mul", 50, 20, "cpu_op"), _kernel("aten::add", 200, 10, "cpu_op"),
+    ]  # fmt: skip
+    found = read_trace(_write(tmp_path / "a", events, steps=1))
+    assert not found.on_device
+    assert found.classes()["quantisation"] == (100.0, 3.0)
+    assert found.classes()["elementwise"] == (10.0, 1.0)
+
+
+def test_three_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 10, 20 and 12.5: the fused one recovers 60 % of the gap; kernels of one trace only are named."""
+    for name, length, kernel in (("bf16", 10.0, "nvjet_b"), ("unfused", 20.0, "<amax>"), ("fused", 12.5, "nvjet_b")):
+        folder = _write(tmp_path / name, [_kernel(kernel, 0, 5)], steps=1)
+        content = json.loads((folder / "trace-rank0.json").read_text())
+        content["traceEvents"][0]["dur"] = length
+        (folder / "trace-rank0.json").write_text(json.dumps(content))
+    sources = [str(tmp_path / name) for name in ("bf16", "unfused", "fused")]
+    assert profile.main([*sources, "--html", str(tmp_path / "page.html")]) == 0
+    out = capsys.readouterr().out
+    assert "share of the gap recovered: 60.0%" in out
+    assert [line for line in out.splitlines() if line.startswith("only in")] == [
+        "only in unfused: 5.0 us, quantisation: <amax>"
+    ]
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;amax&gt;" in page
+    assert "60.0%" in page
+    assert "http" not in page, "the page opens without a network"
+    assert share_recovered([read_trace(Path(source)) for source in sources[:2]]) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        pytest.param(None, "holds no trace", id="empty-folder"),
+        pytest.param("{", "cannot be read", id="cut"),
+        pytest.param('{"traceEvents": []}', "no ProfilerStep marks", id="no-steps"),
+        pytest.param("[]", "cannot be read", id="not-a-trace"),
+    ],
+)
+def test_bad_trace(content: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 and one line."""
+    if content is not None:
+        (tmp_path / "trace.json").write_text(content)
+    assert profile.main([str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert told in err
+    with pytest.raises(TraceError):
+        read_trace(tmp_path)
+
+
+def test_the_trainer_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--profile leaves a trace of three steps and the table; forward and backward products are all in it."""
+    common = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu"]
+    assert train.main([*common, "--steps", "6", "--profile", str(tmp_path / "p")]) == 0
+    found = read_trace(tmp_path / "p")
+    assert found.steps == 3
+    assert found.launches["aten::mm"] == 3 * 8  # 7 linears and the head: forward, input and weight gradient
+    assert (tmp_path / "p" / "kernels.txt").read_text() == table([found]) + "\n"
+    assert re.search(r"^GEMM +[\d,.]+ +[\d,.]+$", capsys.readouterr().err, re.MULTILINE)
+    assert train.main([*common, "--steps", "5", "--profile", str(tmp_path / "q")]) == 2
+    assert "--profile needs 6 steps" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Weights with Hugging Face names: out and in again to the last bit, and refused by name where they do not belong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8stack import train, weights
+from fp8stack.config import TrainConfig
+from fp8stack.models import held, model_named
+from fp8stack.train import Trainer
+from fp8stack.weights import WeightsError, hugging_face_name
+
+SHORT = TrainConfig(steps=1, batch=2, seq=16, device="cpu", layers=2)
+SIZE = dataclasses.replace(model_named("llama3-tiny"), layers=2)
+
+# As published for Llama 3: hidden 128, 2 heads and 1 of keys and values of width 64, feed-forward 352, vocabulary 768.
+PUBLISHED = {
+    "model.embed_tokens.weight": (768, 128),
+    **{
+        f"model.layers.{n}.{name}.weight": shape
+        for n in (0, 1)
+        for name, shape in {
+            "self_attn.q_proj": (128, 128),
+            "self_attn.k_proj": (64, 128),
+            "self_attn.v_proj": (64, 128),
+            "self_attn.o_proj": (128, 128),
+            "mlp.gate_proj": (352, 128),
+            "mlp.up_proj": (352, 128),
+            "mlp.down_proj": (128, 352),
+            "input_layernorm": (128,),
+            "post_attention_layernorm": (128,),
+        }.items()
+    },
+    "model.norm.weight": (128,),
+    "lm_head.weight": (768, 128),
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder written with --export after one step, in several files, and what is in it."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_FILE_BYTES", 500_000)
+        arguments = ["--layers", "2", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "1"]
+        assert train.main([*arguments, "--export", str(folder)]) == 0
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return folder, found
+
+
+def test_names_and_shapes(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """The tensors are those of a published Llama 3 of these sizes; the index names the file of each."""
+    folder, found = exported
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == PUBLISHED
+    index = json.loads((folder / weights.INDEX).read_text())
+    assert set(index["weight_map"]) == set(PUBLISHED)
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == 4 * sum(tensor.numel() for tensor in found.values())
+    assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 1
+
+
+def test_out_and_in_again(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """--init-from gives every parameter the exported bits."""
+    folder, found = exported
+    trainer = Trainer(dataclasses.replace(SHORT, init_from=str(folder)))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(held(parameter), found[hugging_face_name(name)]), name
+    first = trainer.run().steps[0].loss
+    assert first != Trainer(SHORT).run().steps[0].loss
+
+
+def test_bf16_and_a_tied_head(exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """bf16 weights are widened; an absent lm_head is the embedding, and that is said."""
+    _, found = exported
+    save_file({n: t.bfloat16() for n, t in found.items() if n != "lm_head.weight"}, tmp_path / "model.safetensors")
+    trainer = Trainer(dataclasses.replace(SHORT, init_from=str(tmp_path)))
+    assert "tied" in trainer.origin
+    head, embedding = (held(module.weight) for module in (trainer.model.output, trainer.model.tok_embeddings))
+    assert torch.equal(head, embedding)
+    assert torch.equal(embedding, found["model.embed_tokens.weight"].bfloat16().float())
+    assert embedding.dtype == torch.float32
+
+
+def _without(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    save_file({n: t for n, t in found.items() if "k_proj" not in n}, folder / "model.safetensors")
+
+
+def _narrow(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    save_file({**found, "model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+
+
+def _cut(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    save_file(found, folder / "model.safetensors")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1000])
+
+
+def _theta(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    save_file(found, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"rope_theta": 10000.0}))
+
+
+def _empty(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    (folder / "notes.txt").write_text("nothing")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        pytest.param(_without, r"no tensor 'model\.layers\.0\.self_attn\.k_proj\.weight'", id="missing"),
+        pytest.param(_narrow, r"'model\.norm\.weight' is \(64,\)", id="shape"),
+        pytest.param(_cut, "cannot be read", id="cut"),
+        pytest.param(_theta, r"rope_theta = 10000\.0; the model has 500000\.0", id="config"),
+        pytest.param(_empty, "no .safetensors file", id="empty"),
+    ],
+)
+def test_refused(make: Any, told: str, exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """What does not belong to the model is one line that names it."""
+    make(tmp_path, exported[1])
+    with pytest.raises(WeightsError, match=told):
+        weights.read(tmp_path, Trainer(SHORT).model, SIZE)
+
+
+def test_without_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Where safetensors is not installed, one line says which extra brings it."""
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    assert train.main(["--steps", "1", "--device", "cpu", "--init-from", str(tmp_path)]) == 2
+    assert "fp8stack[hf]" in capsys.readouterr().err
+    shutil.rmtree(tmp_path)
+    assert train.main(["--steps", "1", "--device", "cpu", "--init-from", str(tmp_path)]) == 2

@@ -344,16 +344,15 @@ def swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast computes in on the device of x; None where it is off, or unknown, as on the meta device."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Not torch.amp.is_autocast_available, which torch.compile of 2.11 cannot trace.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 class GroupedExperts(Convertible):

@@ -354,6 +354,7 @@ FAR: dict[str, tuple[int, int, int, int, bool]] = {
 }
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("far", [pytest.param(far, id=f"rowwise_and_colwise-{far}-offsets-past-2e31") for far in FAR])
 def test_offsets_past_2e31(far: str, quantize: Op, device: str, tmp_path: Path) -> None:
     """Rows and columns whose offset passes 2^31 elements are found: index arithmetic has 64 bits."""

@@ -71,15 +71,17 @@ class ExpertRecipe:
     """How experts run under a recipe of linear.py.
 
     name: what they really run. grad_weight: whether in FP8; else in the activations' dtype. pow2: scales are powers of
-    two. fast_accum: of the forward GEMM. unaligned_groups: `pad` takes any group sizes, as the quantisers pad; `refuse`
-    raises for a group that is no multiple of `alignment`, and waits for the device to do so. alignment: what groups are
-    padded to along the contraction. saved_input, saved_weight: what is kept for the backward pass (see the header).
+    two. fast_accum: of the forward GEMM. fast_accum_gradients: of the GEMMs of both gradients. unaligned_groups: `pad`
+    takes any group sizes, as the quantisers pad; `refuse` raises for a group that is no multiple of `alignment`, and
+    waits for the device to do so. alignment: what groups are padded to along the contraction. saved_input,
+    saved_weight: what is kept for the backward pass (see the header).
     """
 
     name: str
     grad_weight: bool
     pow2: bool = True
     fast_accum: bool = True
+    fast_accum_gradients: bool = False
     unaligned_groups: Literal["pad", "refuse"] = "pad"
     alignment: int = groups.MULTIPLE
     saved_input: Literal["codes", "input"] = "codes"
@@ -229,7 +231,7 @@ class _Float8GroupedMM(torch.autograd.Function):
             rows, columns = _gradient_codes(grad, offs, plan, need_x, need_weight and plan.recipe.grad_weight)
             if rows is not None:
                 turned = (kept[2 * place], kept[2 * place + 1]) if ctx.turned_kept else plan.turned_weights(kept[place])
-                product = _product(rows, turned, offs, ctx.dtype, fast_accum=False)
+                product = _product(rows, turned, offs, ctx.dtype, plan.recipe.fast_accum_gradients)
                 grad_x = product if grad_x is None else grad_x + product
             grad_weight: torch.Tensor | None = None
             if need_weight and columns is not None and column is not None:
@@ -240,6 +242,7 @@ class _Float8GroupedMM(torch.autograd.Function):
                     column[1],
                     column[2],
                     out_dtype=ctx.dtype,
+                    fast_accum=plan.recipe.fast_accum_gradients,
                     alignment=plan.recipe.alignment,
                 )
             elif need_weight:

@@ -398,7 +398,7 @@ def time_choices(shape: Shape, found: device.Detected, where: torch.device, roun
     generator = _generator(where)
     weights = [_normal(generator, e, n, k) for _ in range(timing.rotations(moved))]
     one = [lambda w=w: experts.quantize_experts_both(w, fmt, recipe.pow2) for w in weights]
-    two = [lambda w=w: (*plan.weights(w), *plan.turned_weights(w)) for w in weights]
+    two = [lambda w=w: (*plan.weights(w), *plan.transposed_weights(w)) for w in weights]
     rows.append(_choice(f"weights E{e} N{n} K{k}", one, two, rounds, moved))
     del weights, tokens
     _free()
@@ -670,7 +670,7 @@ def compile_part(part: Part, recipes: Sequence[str]) -> None:
                 rowwise_and_colwise.quantize_rowwise_and_colwise(x, offs, plan.fmt)
                 plan.rows(x), plan.columns(x, offs)
             w = _normal(generator, e, n, k)
-            experts.quantize_experts_both(w, plan.fmt), plan.weights(w), plan.turned_weights(w)
+            experts.quantize_experts_both(w, plan.fmt), plan.weights(w), plan.transposed_weights(w)
         elif part.section in ("layer", "launches"):
             size = LAYERS[part.name]
             for fields in layer_kinds(part.compiled).values():

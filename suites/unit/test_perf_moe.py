@@ -122,7 +122,7 @@ def test_layer(compiled: bool) -> None:
 
 
 def test_launches() -> None:
-    """Without kernels the profiler shows the ops that quantise; copies are seen where contiguous() copies, and large."""
+    """Without kernels the profiler shows the ops that quantise; of copies those that happen, where they are large."""
     for row in rows("launches", name="dsv3"):
         assert row.counts["ops, forward"], row.case
         assert row.counts["ops, backward"], row.case

@@ -428,7 +428,7 @@ def test_sizes_are_refused() -> None:
     ],
 )
 def test_what_experts_keep_is_checked(fields: dict[str, object], words: str) -> None:
-    """A field that does not exist, or that is the recipe itself, or a wrong value is named; the plan stays as it was."""
+    """A field that does not exist or is the recipe itself, and a wrong value, are named; the plan stays as it was."""
     experts = filled(GroupedExperts(3, 64, 48))
     convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
     before = experts.plan

@@ -71,15 +71,17 @@ class ExpertRecipe:
     """How experts run under a recipe of linear.py.
 
     name: what they really run. grad_weight: whether in FP8; else in the activations' dtype. pow2: scales are powers of
-    two. fast_accum: of the forward GEMM. unaligned_groups: `pad` takes any group sizes, as the quantisers pad; `refuse`
-    raises for a group that is no multiple of `alignment`, and waits for the device to do so. alignment: what groups are
-    padded to along the contraction. saved_input, saved_weight: what is kept for the backward pass (see the header).
+    two. fast_accum: of the forward GEMM. fast_accum_gradients: of the GEMMs of both gradients. unaligned_groups: `pad`
+    takes any group sizes, as the quantisers pad; `refuse` raises for a group that is no multiple of `alignment`, and
+    waits for the device to do so. alignment: what groups are padded to along the contraction. saved_input,
+    saved_weight: what is kept for the backward pass (see the header).
     """
 
     name: str
     grad_weight: bool
     pow2: bool = True
     fast_accum: bool = True
+    fast_accum_gradients: bool = False
     unaligned_groups: Literal["pad", "refuse"] = "pad"
     alignment: int = groups.MULTIPLE
     saved_input: Literal["codes", "input"] = "codes"
@@ -95,7 +97,17 @@ class ExpertRecipe:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; expected one of: {', '.join(known)}; correct the recipe"
                 )
+        for name in ("grad_weight", "pow2", "fast_accum", "fast_accum_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False; correct the recipe")
+        if type(self.alignment) is not int or self.alignment < groups.MULTIPLE or self.alignment % groups.MULTIPLE:
+            raise ValueError(
+                f"alignment is {self.alignment!r}; expected a multiple of {groups.MULTIPLE}; correct the recipe"
+            )
 
+
+# What of a recipe is about speed and memory alone, and may change after conversion.
+CHANGEABLE = ("fast_accum", "fast_accum_gradients", "unaligned_groups", "alignment", "saved_input", "saved_weight")
 
 # Recipe that was asked for -> what experts run.
 EXPERT_RECIPES: dict[str, ExpertRecipe] = {
@@ -149,7 +161,7 @@ class ExpertPlan:
         codes, inverse = quantize_experts(w, self.fmt, self.recipe.pow2)
         return self.count(codes), inverse
 
-    def turned_weights(self, w: torch.Tensor) -> Codes:
+    def transposed_weights(self, w: torch.Tensor) -> Codes:
         """Codes (E,K,N) with a scale a column."""
         codes, inverse = quantize_experts_transposed(w, self.fmt, self.recipe.pow2)
         return self.count(codes), inverse
@@ -157,9 +169,9 @@ class ExpertPlan:
     def both_weights(self, w: torch.Tensor) -> tuple[Codes, Codes]:
         """Both."""
         if not ONE_READ.get((self.target, "weights"), True):
-            return self.weights(w), self.turned_weights(w)
-        codes, inverse, turned, turned_inverse = quantize_experts_both(w, self.fmt, self.recipe.pow2)
-        return (self.count(codes), inverse), (self.count(turned), turned_inverse)
+            return self.weights(w), self.transposed_weights(w)
+        codes, inverse, transposed, transposed_inverse = quantize_experts_both(w, self.fmt, self.recipe.pow2)
+        return (self.count(codes), inverse), (self.count(transposed), transposed_inverse)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
@@ -188,7 +200,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         ctx.plan, ctx.dtype = plan, x.dtype
         need_x, need_weights = training and ctx.needs_input_grad[0], training and any(ctx.needs_input_grad[4:])
         ctx.codes_kept = recipe.grad_weight and recipe.saved_input == "codes" and need_weights
-        ctx.turned_kept = recipe.saved_weight == "codes" and need_x
+        ctx.transposed_kept = recipe.saved_weight == "codes" and need_x
         kept: list[torch.Tensor] = [x]
         if ctx.codes_kept:
             rows, column = plan.rows_and_columns(x, offs)
@@ -197,9 +209,9 @@ class _Float8GroupedMM(torch.autograd.Function):
             rows = plan.rows(x)
         outputs = []
         for weight in weights:
-            if ctx.turned_kept:
-                codes, turned = plan.both_weights(weight)
-                kept += turned
+            if ctx.transposed_kept:
+                codes, transposed = plan.both_weights(weight)
+                kept += transposed
             else:
                 codes = plan.weights(weight)
                 kept.append(weight)
@@ -228,8 +240,12 @@ class _Float8GroupedMM(torch.autograd.Function):
             grad = grad.contiguous()
             rows, columns = _gradient_codes(grad, offs, plan, need_x, need_weight and plan.recipe.grad_weight)
             if rows is not None:
-                turned = (kept[2 * place], kept[2 * place + 1]) if ctx.turned_kept else plan.turned_weights(kept[place])
-                product = _product(rows, turned, offs, ctx.dtype, fast_accum=False)
+                transposed = (
+                    (kept[2 * place], kept[2 * place + 1])
+                    if ctx.transposed_kept
+                    else plan.transposed_weights(kept[place])
+                )
+                product = _product(rows, transposed, offs, ctx.dtype, plan.recipe.fast_accum_gradients)
                 grad_x = product if grad_x is None else grad_x + product
             grad_weight: torch.Tensor | None = None
             if need_weight and columns is not None and column is not None:
@@ -240,6 +256,7 @@ class _Float8GroupedMM(torch.autograd.Function):
                     column[1],
                     column[2],
                     out_dtype=ctx.dtype,
+                    fast_accum=plan.recipe.fast_accum_gradients,
                     alignment=plan.recipe.alignment,
                 )
             elif need_weight:
@@ -402,7 +419,16 @@ class GroupedExperts(Convertible):
         return None
 
     def keep(self, **fields: Any) -> None:
-        """Change fields of the recipe of converted experts: saved_input, saved_weight, unaligned_groups, fast_accum."""
+        """Change fields of the recipe of converted experts, of those in CHANGEABLE.
+
+        Raises ValueError for other fields, for values that a field does not take, and for experts in high precision.
+        """
+        other = sorted(set(fields) - set(CHANGEABLE))
+        if other:
+            raise ValueError(
+                f"{', '.join(other)} cannot be changed; expected some of: {', '.join(CHANGEABLE)}; the rest is the "
+                "recipe itself: convert with another one"
+            )
         if self.plan is None:
             raise ValueError(
                 "these experts run in high precision; expected converted ones; call convert_to_float8 first"
@@ -482,6 +508,14 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(routing.experts, dim))
         self.register_buffer("bias", torch.zeros(routing.experts))
         self.register_buffer("load", torch.zeros(routing.experts, dtype=torch.int64), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        """Whatever dtype the model is cast to, the bias stays float32: steps of 1e-3 would be lost in bf16."""
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype != bias.dtype:
+            self.bias = bias.to(self.bias.device)
+        return self
 
     def reset(self) -> None:
         """Bias and load to zero: for a router that was built on the meta device."""
@@ -735,7 +769,14 @@ class MoE(nn.Module):
 
         Gradients of experts are sums over the tokens of all ranks of `group`, those of everything else over this rank's
         own: whoever averages gradients over ranks divides both by the same number, the world's.
+
+        Raises ValueError where experts do not divide, and for a layer that was cut before.
         """
+        if self.group is not None:
+            raise ValueError(
+                f"this layer holds {len(self.experts.w1)} of {self.router.routing.experts} experts already; expected a "
+                "whole one; call expert_parallel once, before parameters are sharded further"
+            )
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         count = self.router.routing.experts
         if count % size:

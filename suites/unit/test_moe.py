@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import connection
 from pathlib import Path
 
@@ -365,6 +366,27 @@ def test_state_dict_is_plain() -> None:
         assert_bits_equal(tensor, after[name], name)
 
 
+def test_bias_stays_float32() -> None:
+    """A model that is cast, moved or emptied keeps the balancing bias in float32, and its bits where it has any.
+
+    A step of 1e-3 on a bias of 2 is less than half a bf16 ulp: rounded, balancing would stop.
+    """
+    model = nn.Sequential(layer(shared=1))
+    router = model[0].router
+    router.bias.copy_(torch.arange(8) * 1e-3 + 2)
+    before = router.bias.clone()
+    for cast in (model.bfloat16, model.half, model.double, lambda: model.to("cpu", torch.bfloat16)):
+        cast()
+        assert_bits_equal(before, router.bias, "bias")
+    assert router.weight.dtype == torch.bfloat16
+    assert model.state_dict()["0.router.bias"].dtype == torch.float32
+    router.load += torch.tensor([9, 0, 0, 0, 0, 0, 0, 0])
+    router.balance(1e-3)
+    assert router.bias.tolist() == pytest.approx((before + torch.tensor([-1e-3] + [1e-3] * 7)).tolist(), abs=1e-6)
+    assert model.to("meta")[0].router.bias.dtype == torch.float32
+    assert model.to_empty(device="cpu")[0].router.bias.dtype == torch.float32
+
+
 def test_meta_construction() -> None:
     """A layer is built and converted on the meta device, then filled: nothing asks for data on the way."""
     with torch.device("meta"):
@@ -384,6 +406,60 @@ def test_sizes_are_refused() -> None:
             MoE(dim, ffn, SOFTMAX)
     with pytest.raises(ValueError, match="saved_input is 'x'; expected one of: codes, input"):
         moe.ExpertRecipe("rowwise", True, saved_input="x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param(
+            {"saved_weight": "input"}, "saved_weight is 'input'; expected one of: codes, weight", id="keep-weight"
+        ),
+        pytest.param({"saved_input": None}, "saved_input is None; expected one of: codes, input", id="keep-input"),
+        pytest.param(
+            {"unaligned_groups": "cut"}, "unaligned_groups is 'cut'; expected one of: pad, refuse", id="keep-groups"
+        ),
+        pytest.param(
+            {"fast_accum_gradients": "yes"}, "fast_accum_gradients is 'yes'; expected True or False", id="keep-fast"
+        ),
+        pytest.param({"alignment": 24}, "alignment is 24; expected a multiple of 16", id="keep-alignment"),
+        pytest.param({"alignment": 0}, "alignment is 0; expected a multiple of 16", id="keep-alignment-zero"),
+        pytest.param({"saved_wieght": "codes"}, "saved_wieght cannot be changed; expected some of", id="keep-unknown"),
+        pytest.param({"grad_weight": False}, "grad_weight cannot be changed; expected some of", id="keep-recipe"),
+    ],
+)
+def test_what_experts_keep_is_checked(fields: dict[str, object], words: str) -> None:
+    """A field that does not exist or is the recipe itself, and a wrong value, are named; the plan stays as it was."""
+    experts = filled(GroupedExperts(3, 64, 48))
+    convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    before = experts.plan
+    with pytest.raises(ValueError, match=words):
+        experts.keep(**fields)
+    assert experts.plan is before
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({}, [True, False, False], id="moe-fast-default"),
+        pytest.param({"fast_accum_gradients": True}, [True, True, True], id="moe-fast-everywhere"),
+        pytest.param({"fast_accum": False}, [False, False, False], id="moe-fast-nowhere"),
+    ],
+)
+def test_fast_accumulation(fields: dict[str, object], expected: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the forward GEMM alone accumulates fast; the recipe says otherwise for it and for both gradients."""
+    asked: list[bool] = []
+    real = moe.grouped_scaled_mm
+
+    def multiply(*operands: torch.Tensor, fast_accum: bool, **named: object) -> torch.Tensor:
+        asked.append(fast_accum)
+        return real(*operands, fast_accum=fast_accum, **named)
+
+    monkeypatch.setattr(moe, "grouped_scaled_mm", multiply)
+    plan = moe.ExpertPlan(replace(EXPERT_RECIPES["rowwise"], **fields), moe.formats.get("e4m3fn"))
+    x, w = normal(24, 64).requires_grad_(), normal(2, 48, 64).requires_grad_()
+    (y,) = moe.fp8_grouped_mm(x, (w,), torch.tensor([5, 24], dtype=torch.int32), plan)
+    y.sum().backward()
+    assert asked == expected
 
 
 def test_refuse_unaligned_groups() -> None:
@@ -618,6 +694,20 @@ def test_expert_parallel(tmp_path: Path) -> None:
             assert float(ranks[0][name].norm()) == pytest.approx(norm, rel=NORM), f"{recipe}: norm of {name}"
             apart = float((ranks[0][name] - expected[name]).norm()) / norm
             assert apart <= DISTANCE, f"{recipe}: {name} is {apart:.4f} of its norm apart"
+
+
+def test_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert parallelism applied twice would keep a quarter of the experts and lose the others' tokens: refused."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    found = layer()
+    found.expert_parallel(object())
+    assert found.experts.w1.shape[0] == 4
+    with pytest.raises(
+        ValueError, match="holds 4 of 8 experts already; expected a whole one; call expert_parallel once"
+    ):
+        found.expert_parallel(object())
+    assert found.experts.w1.shape[0] == 4
 
 
 def test_degree_that_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:

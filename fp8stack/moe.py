@@ -20,8 +20,17 @@ every tensor is wanted in two ways, and reading it is what costs (a quantisation
     W     row codes forward, column codes backward; from one read if the column codes are kept ("codes"), which costs
           a byte a weight and layer until the backward pass; by default W is read again ("weight")
 
-w1 and w3 multiply the same x, which is quantised once for both. A table (ONE_READ) says where the kernel that makes
-both codes from one read is the slower way after all.
+w1 and w3 multiply the same x, which is quantised once for both. All that one product wants is quantised in one launch
+(together.py), so a layer has two launches that quantise in the forward pass, and two in the backward pass:
+
+    forward     rows of x, w1 and w3, columns of x        then     rows of the middle and w2, columns of the middle
+    backward    dY both ways, w2 transposed               then     gradients of gate and up both ways, w1, w3 transposed
+
+Fewer is not possible: the middle is known only after the first GEMMs, its gradient only after the first of the backward
+pass. A table (ONE_LAUNCH) says where a kernel for each tensor is the faster way: 2 x 3 + 3 = 9 launches forward, as
+rowwise_and_colwise.py takes three, and 3 x 3 + 3 = 12 backward; another (ONE_READ), where both codes of a tensor then
+come from two kernels and not from one: 7 and 9. Shared experts are dense linears and quantise for themselves
+(linear.py).
 
 The gradient of x takes W's column scales in every recipe. In a dense layer rowwise_with_gw_hp has one scale for all of
 W there, to save the maxima of columns; here they come with the codes, and one scale for all experts is the coarser.
@@ -58,11 +67,16 @@ from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, qu
 from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, require_good_offs
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
+from fp8stack.kernels.together import (
+    MOST_COLUMNS,
+    MOST_ROWS,
+    MOST_WEIGHTS,
+    Codes,
+    Together,
+    quantize_together,
+)
 from fp8stack.linear import ALIGNMENT, Convertible, Linear, Plan, wide_dtype
 from fp8stack.metrics import CodeCounter
-
-Codes = tuple[torch.Tensor, torch.Tensor]  # and their inverse scales
-ColumnCodes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and padded offs
 
 
 # -------------------------------------------------------------------------------------------------------------- recipes
@@ -117,8 +131,12 @@ EXPERT_RECIPES: dict[str, ExpertRecipe] = {
 }
 
 
-# (target, tokens or weights) -> whether both codes of a tensor come from one kernel that reads it once, or from two. A
-# target that is not listed takes one. Not measured yet: the kernels are (baselines/LOG.md), the choice is not.
+# Target -> whether all that a product needs is quantised in one launch, or each tensor by kernels of its own. A target
+# that is not listed takes one launch. Not measured yet: `python -m suites.perf.moe` times both.
+ONE_LAUNCH: dict[str, bool] = {}
+
+# (target, tokens or weights) -> where each tensor has kernels of its own: whether both its codes come from an op that
+# reads it once, or from two ops. A target that is not listed takes one. Not measured yet, as above.
 ONE_READ: dict[tuple[str, str], bool] = {}
 
 
@@ -131,47 +149,66 @@ class ExpertPlan:
     target: str = ""
     counter: CodeCounter | None = field(default=None, compare=False)
 
-    def count(self, codes: torch.Tensor) -> torch.Tensor:
-        """codes, counted."""
+    def quantise(
+        self,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        offs: torch.Tensor,
+    ) -> Together:
+        """Row codes of tokens and weights, column codes of tokens, and of weights (transposed); see together.py.
+
+        In one launch where it takes them all and the table wants it, else each tensor by itself, with the same bits.
+        """
+        if not (rows or columns or weights):
+            return Together((), (), (), offs)
+        fits = len(rows) <= MOST_ROWS and len(columns) <= MOST_COLUMNS and len(weights) <= MOST_WEIGHTS
+        fits = fits and len({w.shape for w in weights}) <= 1
+        if fits and ONE_LAUNCH.get(self.target, True):
+            found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.recipe.alignment)
+        else:
+            found = self._quantise_each(rows, columns, weights, offs)
         if self.counter is not None:
-            self.counter.observe(codes, self.fmt)
-        return codes
+            for codes, _ in (*found.rows, *found.columns, *found.weights):
+                self.counter.observe(codes, self.fmt)
+        return found
 
-    def rows(self, x: torch.Tensor) -> Codes:
-        """Codes of tokens with a scale a row."""
-        codes, inverse = quantize_rowwise(x, self.fmt, self.recipe.pow2)
-        return self.count(codes), inverse
-
-    def columns(self, x: torch.Tensor, offs: torch.Tensor) -> ColumnCodes:
-        """Codes of tokens with a scale a column of each group, and padded offs."""
-        codes, inverse, padded = quantize_colwise_grouped(x, offs, self.fmt, self.recipe.pow2, self.recipe.alignment)
-        return self.count(codes), inverse, padded
-
-    def rows_and_columns(self, x: torch.Tensor, offs: torch.Tensor) -> tuple[Codes, ColumnCodes]:
-        """Both."""
-        if not ONE_READ.get((self.target, "tokens"), True):
-            return self.rows(x), self.columns(x, offs)
-        codes, inverse, *column = quantize_rowwise_and_colwise(
-            x, offs, self.fmt, self.recipe.pow2, self.recipe.alignment
-        )
-        return (self.count(codes), inverse), (self.count(column[0]), column[1], column[2])
-
-    def weights(self, w: torch.Tensor) -> Codes:
-        """Codes of weights (E,N,K) with a scale a row."""
-        codes, inverse = quantize_experts(w, self.fmt, self.recipe.pow2)
-        return self.count(codes), inverse
-
-    def transposed_weights(self, w: torch.Tensor) -> Codes:
-        """Codes (E,K,N) with a scale a column."""
-        codes, inverse = quantize_experts_transposed(w, self.fmt, self.recipe.pow2)
-        return self.count(codes), inverse
-
-    def both_weights(self, w: torch.Tensor) -> tuple[Codes, Codes]:
-        """Both."""
-        if not ONE_READ.get((self.target, "weights"), True):
-            return self.weights(w), self.transposed_weights(w)
-        codes, inverse, transposed, transposed_inverse = quantize_experts_both(w, self.fmt, self.recipe.pow2)
-        return (self.count(codes), inverse), (self.count(transposed), transposed_inverse)
+    def _quantise_each(
+        self,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        offs: torch.Tensor,
+    ) -> Together:
+        """As quantise. A tensor that is wanted both ways is read once where ONE_READ says so."""
+        fmt, pow2, alignment = self.fmt, self.recipe.pow2, self.recipe.alignment
+        one_read = {what: ONE_READ.get((self.target, what), True) for what in ("tokens", "weights")}
+        of_rows: list[Codes | None] = [None] * len(rows)
+        of_columns: list[Codes] = []
+        of_weights: list[Codes] = []
+        padded_offs = torch.zeros_like(offs)
+        for x in columns:
+            both = [place for place, other in enumerate(rows) if other is x] if one_read["tokens"] else []
+            if both:
+                *four, padded_offs = quantize_rowwise_and_colwise(x, offs, fmt, pow2, alignment)
+                of_rows[both[0]] = four[0], four[1]
+                of_columns.append((four[2], four[3]))
+            else:
+                codes, inverse, padded_offs = quantize_colwise_grouped(x, offs, fmt, pow2, alignment)
+                of_columns.append((codes, inverse))
+        for w in weights:
+            both = [place for place, other in enumerate(rows) if other is w] if one_read["weights"] else []
+            if both:
+                codes, inverse, *transposed = quantize_experts_both(w, fmt, pow2)
+                of_rows[both[0]] = codes, inverse
+                of_weights.append((transposed[0], transposed[1]))
+            else:
+                of_weights.append(quantize_experts_transposed(w, fmt, pow2))
+        each = [
+            found or (quantize_rowwise if x.dim() == 2 else quantize_experts)(x, fmt, pow2)
+            for x, found in zip(rows, of_rows, strict=True)
+        ]
+        return Together(tuple(each), tuple(of_columns), tuple(of_weights), padded_offs)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
@@ -199,70 +236,58 @@ class _Float8GroupedMM(torch.autograd.Function):
         recipe = plan.recipe
         ctx.plan, ctx.dtype = plan, x.dtype
         need_x, need_weights = training and ctx.needs_input_grad[0], training and any(ctx.needs_input_grad[4:])
-        ctx.codes_kept = recipe.grad_weight and recipe.saved_input == "codes" and need_weights
-        ctx.transposed_kept = recipe.saved_weight == "codes" and need_x
-        kept: list[torch.Tensor] = [x]
-        if ctx.codes_kept:
-            rows, column = plan.rows_and_columns(x, offs)
-            kept = list(column)
-        else:
-            rows = plan.rows(x)
-        outputs = []
-        for weight in weights:
-            if ctx.transposed_kept:
-                codes, transposed = plan.both_weights(weight)
-                kept += transposed
-            else:
-                codes = plan.weights(weight)
-                kept.append(weight)
-            outputs.append(_product(rows, codes, offs, x.dtype, recipe.fast_accum))
-        ctx.save_for_backward(offs, *kept)
-        return tuple(outputs)
+        ctx.codes_saved = recipe.grad_weight and recipe.saved_input == "codes" and need_weights
+        ctx.transposed_saved = recipe.saved_weight == "codes" and need_x
+        codes = plan.quantise(
+            (x, *weights), (x,) if ctx.codes_saved else (), weights if ctx.transposed_saved else (), offs
+        )
+        saved = [*codes.columns[0], codes.padded_offs] if ctx.codes_saved else [x]
+        saved += [part for pair in codes.weights for part in pair] if ctx.transposed_saved else weights
+        ctx.save_for_backward(offs, *saved)
+        rows, *weight_rows = codes.rows
+        return tuple(_product(rows, weight, offs, x.dtype, recipe.fast_accum) for weight in weight_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: ExpertPlan = ctx.plan
+        recipe = plan.recipe
         need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        offs, *kept = ctx.saved_tensors
-        column: ColumnCodes | None = None
-        x: torch.Tensor | None = None
-        if ctx.codes_kept:
-            column, kept = (kept[0], kept[1], kept[2]), kept[3:]
+        offs, *saved = ctx.saved_tensors
+        column: Codes | None = None
+        if ctx.codes_saved:
+            column, padded_offs, saved = (saved[0], saved[1]), saved[2], saved[3:]
         else:
-            x, *kept = kept
-            if plan.recipe.grad_weight and any(need_weights):
-                column = plan.columns(x, offs)
+            x, *saved = saved
+        # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
+        grads = tuple(grad.contiguous() for grad in grads)
+        by_column = [grad for grad, need in zip(grads, need_weights, strict=True) if need and recipe.grad_weight]
+        codes = plan.quantise(
+            grads if need_x else (),
+            by_column if column is not None or not by_column else [*by_column, x],
+            saved if need_x and not ctx.transposed_saved else (),
+            offs,
+        )
+        if column is None and by_column:
+            column, padded_offs = codes.columns[-1], codes.padded_offs
+
+        # First what needs codes of weights, then the gradients of weights: the ones are gone when the others come.
         grad_x: torch.Tensor | None = None
+        transposed = list(zip(saved[::2], saved[1::2], strict=True)) if ctx.transposed_saved else list(codes.weights)
+        rows, columns = list(codes.rows), list(codes.columns)
+        del codes, saved
+        while rows:
+            product = _product(rows.pop(0), transposed.pop(0), offs, ctx.dtype, recipe.fast_accum_gradients)
+            grad_x = product if grad_x is None else grad_x + product
         grad_weights: list[torch.Tensor | None] = []
-        for place, (grad, need_weight) in enumerate(zip(grads, need_weights, strict=True)):
-            # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
-            grad = grad.contiguous()
-            rows, columns = _gradient_codes(grad, offs, plan, need_x, need_weight and plan.recipe.grad_weight)
-            if rows is not None:
-                transposed = (
-                    (kept[2 * place], kept[2 * place + 1])
-                    if ctx.transposed_kept
-                    else plan.transposed_weights(kept[place])
-                )
-                product = _product(rows, transposed, offs, ctx.dtype, plan.recipe.fast_accum_gradients)
-                grad_x = product if grad_x is None else grad_x + product
-            grad_weight: torch.Tensor | None = None
-            if need_weight and columns is not None and column is not None:
-                grad_weight = grouped_scaled_mm(
-                    columns[0].t(),
-                    column[0],
-                    columns[1],
-                    column[1],
-                    column[2],
-                    out_dtype=ctx.dtype,
-                    fast_accum=plan.recipe.fast_accum_gradients,
-                    alignment=plan.recipe.alignment,
-                )
-            elif need_weight:
-                assert x is not None
-                grad_weight = grouped_mm(grad.t(), x, offs)
-            grad_weights.append(grad_weight)
+        for grad, need in zip(grads, need_weights, strict=True):
+            if not need:
+                grad_weights.append(None)
+            elif recipe.grad_weight:
+                assert column is not None
+                grad_weights.append(_weight_product(columns.pop(0), column, padded_offs, ctx.dtype, recipe))
+            else:
+                grad_weights.append(grouped_mm(grad.t(), x, offs))
         return grad_x, None, None, None, *grad_weights
 
 
@@ -273,13 +298,20 @@ def _product(left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dty
     )
 
 
-def _gradient_codes(
-    grad: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, by_row: bool, by_column: bool
-) -> tuple[Codes | None, ColumnCodes | None]:
-    """Row codes and column codes of dY, as far as wanted."""
-    if by_row and by_column:
-        return plan.rows_and_columns(grad, offs)
-    return plan.rows(grad) if by_row else None, plan.columns(grad, offs) if by_column else None
+def _weight_product(
+    left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype, recipe: ExpertRecipe
+) -> torch.Tensor:
+    """Column codes of dY (M_pad,N) and of x (M_pad,K), in groups along the contraction -> (E,N,K)."""
+    return grouped_scaled_mm(
+        left[0].t(),
+        right[0],
+        left[1],
+        right[1],
+        padded_offs,
+        out_dtype=out_dtype,
+        fast_accum=recipe.fast_accum_gradients,
+        alignment=recipe.alignment,
+    )
 
 
 def fp8_grouped_mm(

@@ -2,7 +2,8 @@
 
     op        the grouped product of one expert weight, FP8 against torch's bf16 one, in random groups; beside it groups
               of any size (a ratio to those of multiples of 16), and torchao's where it is installed
-    choices   the two ways to both codes of a tensor: one kernel that reads it once (moe.ONE_READ), or two kernels
+    choices   the ways to quantise what a product needs: in one launch (moe.ONE_LAUNCH), or each tensor by kernels of
+              its own, both its codes from one read (moe.ONE_READ) or from two kernels
     layer     router, dispatch, experts, shared experts: FP8 against bf16, speed and peak memory, eager and compiled
     launches  kernels that quantise, and copies of weights and activations, in a layer's forward and backward pass, as
               torch's profiler counts them
@@ -51,11 +52,14 @@ from fp8stack.kernels import (
     rowwise_and_colwise,
     rowwise_grouped,
     tensorwise,
+    together,
 )
 from fp8stack.kernels.grouped_gemm import CHECK
+from fp8stack.kernels.together import Together
 from suites.perf import kernels, timing
 
 Shape = tuple[int, int, int, int]  # E, M, K, N
+Quantised = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]  # rows, columns, weights
 Step = Callable[[], tuple[torch.Tensor, ...]]  # forward and backward: the output, then gradients
 
 SECTIONS = ("op", "choices", "layer", "launches", "linear")
@@ -311,8 +315,10 @@ def op_plans(found: device.Detected) -> dict[str, moe.ExpertPlan]:
         "fp8 fast codes": replace(fast, saved_weight="codes"),
         "fp8 gw_hp": moe.EXPERT_RECIPES["rowwise_with_gw_hp"],
     }
-    fmt = formats.get(found.arch.e4m3)
-    return {name: moe.ExpertPlan(recipe, fmt, found.target.name) for name, recipe in recipes.items()}
+    fmt, target = formats.get(found.arch.e4m3), found.target.name
+    choose(target)
+    plans = {name: moe.ExpertPlan(recipe, fmt, target) for name, recipe in recipes.items()}
+    return plans | {"fp8 fast each": moe.ExpertPlan(fast, fmt, target + " one read")}
 
 
 def op_candidates(sets: Sequence[Operands], found: device.Detected) -> Iterator[Steps]:
@@ -373,60 +379,75 @@ def time_op(shape: Shape, found: device.Detected, where: torch.device, rounds: i
 
 
 # ------------------------------------------------------------------------------------------------------------- choices
+WAYS = {"one launch": "", "each, one read": " one read", "each, two kernels": " two kernels"}
+"""How a product's tensors are quantised, and what is put behind the target's name for moe.py's tables to choose it."""
+
+
+def choose(target: str) -> None:
+    """Enter these targets into moe.py's tables; the target itself keeps its own rows."""
+    moe.ONE_LAUNCH[target + " one read"] = moe.ONE_LAUNCH[target + " two kernels"] = False
+    for what in ("tokens", "weights"):
+        moe.ONE_READ[target + " one read", what] = True
+        moe.ONE_READ[target + " two kernels", what] = False
+    moe.ONE_LAUNCH[target + " one launch"] = True
+
+
 def time_choices(shape: Shape, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:
-    """Both codes of x, of dy and of w: from one read, and from two kernels. `two kernels` is the base."""
+    """What the product of two weights has quantised, forward and backward, in each of WAYS."""
     e, m, k, n = shape
-    plan = op_plans(found)["fp8"]
-    fmt, recipe = plan.fmt, plan.recipe
-    rows = []
-    for columns in (k, n):
-        moved = 4 * m * columns
-        generator = _generator(where)
-        tokens = [
-            (_normal(generator, m, columns), kernels.random_ends((m, e), generator))
-            for _ in range(timing.rotations(moved))
-        ]
-        one = [
-            lambda x=x, offs=offs: rowwise_and_colwise.quantize_rowwise_and_colwise(
-                x, offs, fmt, recipe.pow2, recipe.alignment
-            )
-            for x, offs in tokens
-        ]
-        two = [lambda x=x, offs=offs: (*plan.rows(x), *plan.columns(x, offs)) for x, offs in tokens]
-        rows.append(_choice(f"tokens M{m} K{columns} E{e}", one, two, rounds, moved))
-    moved = 4 * e * n * k
-    generator = _generator(where)
-    weights = [_normal(generator, e, n, k) for _ in range(timing.rotations(moved))]
-    one = [lambda w=w: experts.quantize_experts_both(w, fmt, recipe.pow2) for w in weights]
-    two = [lambda w=w: (*plan.weights(w), *plan.transposed_weights(w)) for w in weights]
-    rows.append(_choice(f"weights E{e} N{n} K{k}", one, two, rounds, moved))
-    del weights, tokens
-    _free()
-    return rows
+    plan, generator = op_plans(found)["fp8"], _generator(where)
+    choose(found.target.name)
+    offs = kernels.random_ends((m, e), generator)
+    moved = 4 * (m * k + 2 * e * n * k)
+    sets = []
+    for _ in range(timing.rotations(moved)):
+        weights = [_normal(generator, e, n, k) for _ in range(2)]
+        sets.append((_normal(generator, m, k), weights, [_normal(generator, m, n) for _ in range(2)]))
+    passes = {
+        "forward": [((x, *w), (x,), ()) for x, w, _ in sets],
+        "forward, weights both ways": [((x, *w), (x,), w) for x, w, _ in sets],
+        "backward": [(dy, dy, w) for _, w, dy in sets],
+    }
+    name = f"E{e} M{m} K{k} N{n}"
+    return [_choice(f"{name} {phase}", plan, given, offs, rounds, moved) for phase, given in passes.items()]
 
 
-def _choice(case: str, one: Sequence[Step], two: Sequence[Step], rounds: int, moved: int) -> Row:
-    row = Row("choices", case, "two kernels")
-    for left, right in zip(one[0](), two[0](), strict=True):
-        if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-            row.wrong["one read"] = "its bits are not those of two kernels"
-            return row
+def _choice(
+    case: str, plan: moe.ExpertPlan, given: Sequence[Quantised], offs: torch.Tensor, rounds: int, moved: int
+) -> Row:
+    row = Row("choices", case, "one launch")
+    plans = {name: replace(plan, target=plan.target + (suffix or " one launch")) for name, suffix in WAYS.items()}
+
+    def flat(codes: Together) -> list[torch.Tensor]:
+        return [part for pair in (*codes.rows, *codes.columns, *codes.weights) for part in pair]
+
+    expected = flat(plans["one launch"].quantise(*given[0], offs))
+    for name, way in plans.items():
+        same = zip(expected, flat(way.quantise(*given[0], offs)), strict=True)
+        if not all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in same):
+            row.wrong[name] = "its bits are not those of one launch"
     timed = timing.measure(
-        [timing.Candidate("one read", list(one), moved), timing.Candidate("two kernels", list(two), moved)], rounds
+        [
+            timing.Candidate(name, [lambda x=x, way=way: way.quantise(*x, offs) for x in given], moved)
+            for name, way in plans.items()
+            if name not in row.wrong
+        ],
+        rounds,
     )
-    for name, found in timed.items():
-        row.speedup[name] = statistics.median(a / b for a, b in zip(timed["two kernels"].ns, found.ns, strict=True))
-        row.median_us[name], row.samples_ns[name] = found.median_ns / 1e3, list(found.ns)
+    for name, one in timed.items():
+        row.speedup[name] = statistics.median(a / b for a, b in zip(timed["one launch"].ns, one.ns, strict=True))
+        row.median_us[name], row.samples_ns[name] = one.median_ns / 1e3, list(one.ns)
     return row
 
 
 # --------------------------------------------------------------------------------------------------------------- layer
 def layer_kinds(compiled: bool) -> dict[str, dict[str, object] | None]:
-    """Name -> fields of the experts' recipe that differ from rowwise's; None: in bf16."""
+    """Name -> fields of the experts' recipe that differ from rowwise's, and `way` of WAYS; None: in bf16."""
     kinds: dict[str, dict[str, object] | None] = {
         "bf16": None,
         "fp8": {},
         "fp8 fast": {"fast_accum_gradients": True},
+        "fp8 fast each": {"fast_accum_gradients": True, "way": " one read"},
     }
     if not compiled:
         kinds["fp8 fast codes"] = {"fast_accum_gradients": True, "saved_weight": "codes"}
@@ -449,8 +470,9 @@ def make_layer(size: Layer, fields: dict[str, object] | None, found: device.Dete
                 part.copy_(torch.randn(part.shape, device=where, generator=generator) * parameter.shape[-1] ** -0.5)
     if fields is not None:
         linear.convert_to_float8(nn.Sequential(layer), "rowwise", detected=found)
-        if fields:
-            layer.experts.keep(**fields)
+        layer.experts.keep(**{name: value for name, value in fields.items() if name != "way"})
+        choose(found.target.name)
+        layer.experts.plan = replace(layer.experts.plan, target=found.target.name + str(fields.get("way", "")))
     return layer
 
 
@@ -498,7 +520,17 @@ def time_layer(name: str, compiled: bool, found: device.Detected, where: torch.d
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
-_QUANTISERS = (blockwise, colwise, experts, mxfp8, rowwise, rowwise_and_colwise, rowwise_grouped, tensorwise)
+_QUANTISERS = (
+    blockwise,
+    colwise,
+    experts,
+    mxfp8,
+    rowwise,
+    rowwise_and_colwise,
+    rowwise_grouped,
+    tensorwise,
+    together,
+)
 
 
 def quantising_kernels() -> frozenset[str]:
@@ -560,8 +592,15 @@ def count_launches(name: str, found: device.Detected, where: torch.device) -> li
     Shared experts are dense linears, which quantise for themselves: they are left out. Copies: of at least as many
     elements as the smaller of a weight's and an activation's.
     """
-    kinds: dict[str, dict[str, object]] = {"fp8": {}, "fp8 codes": {"saved_weight": "codes"}}
+    kinds: dict[str, dict[str, object]] = {
+        "fp8": {},
+        "fp8 codes": {"saved_weight": "codes"},
+        "fp8 each, one read": {"way": " one read"},
+        "fp8 each, two kernels": {"way": " two kernels"},
+    }
     rows = [_count_launches(f"{name} {label}", LAYERS[name], kinds[label], found, where) for label in kinds]
+    for row in rows[2:]:  # for comparison
+        row.most_counts = None
     _free()
     return rows
 
@@ -664,13 +703,14 @@ def compile_part(part: Part, recipes: Sequence[str]) -> None:
         elif part.section == "choices":
             e, _, k, n = part.shape
             plan, generator = op_plans(found)["fp8"], _generator(where)
+            choose(found.target.name)
             offs = kernels.random_ends((32 * e, e), generator)
-            for columns in (k, n):
-                x = _normal(generator, 32 * e, columns)
-                rowwise_and_colwise.quantize_rowwise_and_colwise(x, offs, plan.fmt)
-                plan.rows(x), plan.columns(x, offs)
-            w = _normal(generator, e, n, k)
-            experts.quantize_experts_both(w, plan.fmt), plan.weights(w), plan.transposed_weights(w)
+            x, w, dy = _normal(generator, 32 * e, k), _normal(generator, e, n, k), _normal(generator, 32 * e, n)
+            for suffix in WAYS.values():
+                way = replace(plan, target=plan.target + (suffix or " one launch"))
+                way.quantise((x, w, w), (x,), (w, w), offs)
+                way.quantise((x, w, w), (x,), (), offs)
+                way.quantise((dy, dy), (dy, dy), (w, w), offs)
         elif part.section in ("layer", "launches"):
             size = LAYERS[part.name]
             for fields in layer_kinds(part.compiled).values():

@@ -543,27 +543,90 @@ def test_bytes_that_are_kept() -> None:
     assert sizes["codes", "codes"] < sizes["codes", "weight"], "one byte a weight in the place of two"
 
 
-def test_passes_over_tokens_and_weights() -> None:
-    """Two GEMMs share one quantisation of x; a gradient is read once; weights once each way."""
+@pytest.mark.parametrize(
+    ("saved_weight", "one_launch", "one_read", "forward", "backward"),
+    [
+        pytest.param("weight", True, True, {"quantize_together": 2}, {"quantize_together": 2}, id="moe-one-launch"),
+        pytest.param("codes", True, True, {"quantize_together": 2}, {"quantize_together": 2}, id="moe-one-both-ways"),
+        pytest.param(
+            "weight",
+            False,
+            True,
+            {"quantize_rowwise_and_colwise": 2, "quantize_experts": 3},
+            {"quantize_rowwise_and_colwise": 3, "quantize_experts_transposed": 3},
+            id="moe-one-read",
+        ),
+        pytest.param(
+            "codes",
+            False,
+            True,
+            {"quantize_rowwise_and_colwise": 2, "quantize_experts_both": 3},
+            {"quantize_rowwise_and_colwise": 3},
+            id="moe-one-read-codes",
+        ),
+        pytest.param(
+            "weight",
+            False,
+            False,
+            {"quantize_rowwise": 2, "quantize_colwise_grouped": 2, "quantize_experts": 3},
+            {"quantize_rowwise": 3, "quantize_colwise_grouped": 3, "quantize_experts_transposed": 3},
+            id="moe-each",
+        ),
+    ],
+)
+def test_passes_over_tokens_and_weights(
+    saved_weight: str,
+    one_launch: bool,
+    one_read: bool,
+    forward: dict[str, int],
+    backward: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two GEMMs share one quantisation of x. In one launch: two ops in the forward pass and two in the backward pass.
+
+    The kernels of these ops, one each for quantize_together, are counted in numerics/test_moe.py, on a GPU.
+    """
+    monkeypatch.setattr(moe, "ONE_LAUNCH", {"cpu": one_launch})
+    monkeypatch.setattr(moe, "ONE_READ", {("cpu", what): one_read for what in ("tokens", "weights")})
     experts = filled(GroupedExperts(3, 64, 48))
     convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    experts.keep(saved_weight=saved_weight)
     calls: dict[str, int] = {}
     real = launch.record
-    with pytest.MonkeyPatch.context() as patch:
 
-        def count(op: str, what: str) -> None:
-            calls[op] = calls.get(op, 0) + 1
-            real(op, what)
+    def count(op: str, what: str) -> None:
+        calls[op] = calls.get(op, 0) + 1
+        real(op, what)
 
-        patch.setattr(launch, "record", count)
-        x = normal(24, 64).requires_grad_()
-        experts(x, torch.tensor([5, 5, 24], dtype=torch.int32)).sum().backward()
-    assert calls == {
-        "quantize_rowwise_and_colwise": 2 + 3,  # x and the middle, and three gradients
-        "quantize_experts": 3,
-        "quantize_experts_transposed": 3,
-        "grouped_scaled_mm": 9,
-    }
+    monkeypatch.setattr(launch, "record", count)
+    y = experts(normal(24, 64).requires_grad_(), torch.tensor([5, 5, 24], dtype=torch.int32))
+    assert calls == forward | {"grouped_scaled_mm": 3}
+    calls.clear()
+    y.sum().backward()
+    assert calls == backward | {"grouped_scaled_mm": 6}
+
+
+@pytest.mark.parametrize(
+    "one_read", [pytest.param(True, id="moe-graph-one-read"), pytest.param(False, id="moe-graph-each")]
+)
+def test_one_graph_of_separate_ops(one_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose tensors each have kernels of their own compile to one graph too; with the bits of one launch."""
+    torch._dynamo.reset()
+    experts = filled(GroupedExperts(3, 64, 48))
+    convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    x, offs = normal(24, 64), torch.tensor([5, 5, 24], dtype=torch.int32)
+    found = []
+    for one_launch in (True, False):
+        monkeypatch.setattr(moe, "ONE_LAUNCH", {"cpu": one_launch})
+        monkeypatch.setattr(moe, "ONE_READ", {("cpu", what): one_read for what in ("tokens", "weights")})
+        call = experts if one_launch else torch.compile(experts, fullgraph=True, dynamic=False, backend="aot_eager")
+        given = x.clone().requires_grad_()
+        y = call(given, offs)
+        y.square().sum().backward()
+        found.append((y, given.grad, *(parameter.grad for parameter in experts.parameters())))
+        experts.zero_grad()
+    for one, other in zip(*found, strict=True):
+        assert_bits_equal(one, other, "separate ops")
 
 
 def test_one_graph_for_many_routings() -> None:

@@ -54,7 +54,7 @@ def test_op() -> None:
     """Every recipe of the op is right against bf16, and its ratio stands against the bar of its own name."""
     row, groups = rows("op", shape=SHAPE)
     assert row.wrong == {}
-    assert list(row.speedup) == ["bf16", "fp8 fast", "fp8", "fp8 fast codes", "fp8 gw_hp"]
+    assert list(row.speedup) == ["bf16", "fp8 fast", "fp8", "fp8 fast codes", "fp8 gw_hp", "fp8 fast each"]
     assert row.speedup["fp8 fast"] == pytest.approx(1.2)
     assert row.below() == ["E3 M96 K64 N48: fp8 is 0.600x bf16, bar 1.05"]
     assert list(groups.speedup) == ["aligned", "unaligned"]
@@ -91,22 +91,23 @@ def test_wrong_results_are_not_timed(
 
     monkeypatch.setattr(layers, "fp8_grouped_mm", spoilt)
     row = rows("op", shape=SHAPE)[0]
-    assert set(row.wrong) == {"fp8 fast", "fp8 fast codes"}
+    assert set(row.wrong) == {"fp8 fast", "fp8 fast codes", "fp8 fast each"}
     assert words in row.wrong["fp8 fast"]
     assert set(row.speedup) == {"bf16", "fp8", "fp8 gw_hp"}
     assert "WRONG" in moe.render([row])
 
 
 def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of both widths and weights, one read and two kernels; bits that differ are named."""
+    """What both passes quantise, in one launch, from one read and by two kernels; bits that differ are named."""
     found = rows("choices", shape=SHAPE)
-    assert [row.case for row in found] == ["tokens M96 K64 E3", "tokens M96 K48 E3", "weights E3 N48 K64"]
+    passes = ["forward", "forward, weights both ways", "backward"]
+    assert [row.case for row in found] == [f"E3 M96 K64 N48 {phase}" for phase in passes]
     for row in found:
         assert row.wrong == {}
-        assert set(row.speedup) == {"one read", "two kernels"}
+        assert list(row.speedup) == list(moe.WAYS)
     real = colwise.quantize_colwise_grouped
     monkeypatch.setattr(layers, "quantize_colwise_grouped", lambda x, *rest: real(-x, *rest))
-    assert rows("choices", shape=SHAPE)[0].wrong == {"one read": "its bits are not those of two kernels"}
+    assert rows("choices", shape=SHAPE)[0].wrong == {"each, two kernels": "its bits are not those of one launch"}
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, id="compiled"), pytest.param(False, id="eager")])
@@ -123,9 +124,12 @@ def test_layer(compiled: bool) -> None:
 
 def test_launches() -> None:
     """Without kernels the profiler shows the ops that quantise; of copies those that happen, where they are large."""
-    for row in rows("launches", name="dsv3"):
-        assert row.counts["ops, forward"], row.case
-        assert row.counts["ops, backward"], row.case
+    found = rows("launches", name="dsv3")
+    for row in found[:2]:
+        together = {"fp8stack::quantize_together": 2}
+        assert row.counts["ops, forward"] == row.counts["ops, backward"] == together, row.case
+    assert [sum(row.counts["ops, forward"].values()) for row in found] == [2, 2, 5, 7]
+    assert [sum(row.counts["ops, backward"].values()) for row in found] == [2, 2, 6, 9]
     x = torch.zeros(8, 16)
     seen = moe.traced(lambda: (x.t().contiguous(), x.contiguous(), x[:2].t().contiguous()), CPU, 8 * 16)
     assert seen.copies == {"aten::clone 16x8": 1}
@@ -174,6 +178,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert moe.main(arguments) == 0
     assert moe.main([*arguments, "--gate"]) == 1
     written = json.loads(path.read_text())
-    assert [row["section"] for row in written["rows"]] == ["launches", "launches", "linear"]
+    assert [row["section"] for row in written["rows"]] == ["launches"] * 4 + ["linear"]
     assert written["rows"][-1]["bars"] == {"rowwise": {"bar": 1.4, "goal": None}}
     assert "beyond the bar: 64->48" in capsys.readouterr().err

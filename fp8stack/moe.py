@@ -64,7 +64,7 @@ from fp8stack.formats import Format
 from fp8stack.kernels import groups
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
-from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, require_good_offs
+from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, preferred_alignment, require_good_offs
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
 from fp8stack.kernels.together import (
@@ -87,7 +87,8 @@ class ExpertRecipe:
     name: what they really run. grad_weight: whether in FP8; else in the activations' dtype. pow2: scales are powers of
     two. fast_accum: of the forward GEMM. fast_accum_gradients: of the GEMMs of both gradients. unaligned_groups: `pad`
     takes any group sizes, as the quantisers pad; `refuse` raises for a group that is no multiple of `alignment`, and
-    waits for the device to do so. alignment: what groups are padded to along the contraction. saved_input,
+    waits for the device to do so. alignment: what groups are padded to along the contraction; None: to what is fastest
+    on the target (grouped_gemm.preferred_alignment), while `refuse` asks for multiples of 16. saved_input,
     saved_weight: what is kept for the backward pass (see the header).
     """
 
@@ -97,7 +98,7 @@ class ExpertRecipe:
     fast_accum: bool = True
     fast_accum_gradients: bool = False
     unaligned_groups: Literal["pad", "refuse"] = "pad"
-    alignment: int = groups.MULTIPLE
+    alignment: int | None = None
     saved_input: Literal["codes", "input"] = "codes"
     saved_weight: Literal["codes", "weight"] = "weight"
 
@@ -114,9 +115,10 @@ class ExpertRecipe:
         for name in ("grad_weight", "pow2", "fast_accum", "fast_accum_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False; correct the recipe")
-        if type(self.alignment) is not int or self.alignment < groups.MULTIPLE or self.alignment % groups.MULTIPLE:
+        given = self.alignment
+        if given is not None and (type(given) is not int or given < groups.MULTIPLE or given % groups.MULTIPLE):
             raise ValueError(
-                f"alignment is {self.alignment!r}; expected a multiple of {groups.MULTIPLE}; correct the recipe"
+                f"alignment is {given!r}; expected None or a multiple of {groups.MULTIPLE}; correct the recipe"
             )
 
 
@@ -149,6 +151,11 @@ class ExpertPlan:
     target: str = ""
     counter: CodeCounter | None = field(default=None, compare=False)
 
+    @property
+    def alignment(self) -> int:
+        """What groups are padded to along the contraction."""
+        return self.recipe.alignment or preferred_alignment(self.target, self.recipe.fast_accum_gradients)
+
     def quantise(
         self,
         rows: Sequence[torch.Tensor],
@@ -165,7 +172,7 @@ class ExpertPlan:
         fits = len(rows) <= MOST_ROWS and len(columns) <= MOST_COLUMNS and len(weights) <= MOST_WEIGHTS
         fits = fits and len({w.shape for w in weights}) <= 1
         if fits and ONE_LAUNCH.get(self.target, True):
-            found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.recipe.alignment)
+            found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.alignment)
         else:
             found = self._quantise_each(rows, columns, weights, offs)
         if self.counter is not None:
@@ -181,7 +188,7 @@ class ExpertPlan:
         offs: torch.Tensor,
     ) -> Together:
         """As quantise. A tensor that is wanted both ways is read once where ONE_READ says so."""
-        fmt, pow2, alignment = self.fmt, self.recipe.pow2, self.recipe.alignment
+        fmt, pow2, alignment = self.fmt, self.recipe.pow2, self.alignment
         one_read = {what: ONE_READ.get((self.target, what), True) for what in ("tokens", "weights")}
         of_rows: list[Codes | None] = [None] * len(rows)
         of_columns: list[Codes] = []
@@ -285,7 +292,7 @@ class _Float8GroupedMM(torch.autograd.Function):
                 grad_weights.append(None)
             elif recipe.grad_weight:
                 assert column is not None
-                grad_weights.append(_weight_product(columns.pop(0), column, padded_offs, ctx.dtype, recipe))
+                grad_weights.append(_weight_product(columns.pop(0), column, padded_offs, ctx.dtype, plan))
             else:
                 grad_weights.append(grouped_mm(grad.t(), x, offs))
         return grad_x, None, None, None, *grad_weights
@@ -299,7 +306,7 @@ def _product(left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dty
 
 
 def _weight_product(
-    left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype, recipe: ExpertRecipe
+    left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype, plan: ExpertPlan
 ) -> torch.Tensor:
     """Column codes of dY (M_pad,N) and of x (M_pad,K), in groups along the contraction -> (E,N,K)."""
     return grouped_scaled_mm(
@@ -309,8 +316,8 @@ def _weight_product(
         right[1],
         padded_offs,
         out_dtype=out_dtype,
-        fast_accum=recipe.fast_accum_gradients,
-        alignment=recipe.alignment,
+        fast_accum=plan.recipe.fast_accum_gradients,
+        alignment=plan.alignment,
     )
 
 
@@ -335,7 +342,7 @@ def fp8_grouped_mm(
                     "filter"
                 )
     if plan.recipe.unaligned_groups == "refuse":
-        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment)
+        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment or groups.MULTIPLE)
     return _Float8GroupedMM.apply(x, offs, plan, torch.is_grad_enabled(), *weights)
 
 

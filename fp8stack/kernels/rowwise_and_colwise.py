@@ -509,7 +509,7 @@ def compile_specs(arch: str) -> list[CompileSpec]:
         (row.e4m3, torch.float32, 32, 2048),
     ]
     specs = [spec for fmt, dtype, e, k in cases for spec in _compile_specs(formats.get(fmt), dtype, e, k, row.name)]
-    return [*specs, *_scales_specs(formats.get(row.e4m3), 128, 5120, row.name)]
+    return [*specs, *_scales_specs(formats.get(row.e4m3), 32, 7168, row.name)]
 
 
 def _compile_specs(fmt: formats.Format, dtype: torch.dtype, e: int, k: int, target: str) -> list[CompileSpec]:

@@ -422,7 +422,7 @@ def test_sizes_are_refused() -> None:
             {"fast_accum_gradients": "yes"}, "fast_accum_gradients is 'yes'; expected True or False", id="keep-fast"
         ),
         pytest.param({"alignment": 24}, "alignment is 24; expected None or a multiple of 16", id="keep-alignment"),
-        pytest.param({"alignment": 0}, "alignment is 0; expected a multiple of 16", id="keep-alignment-zero"),
+        pytest.param({"alignment": 0}, "alignment is 0; expected None or a multiple of 16", id="keep-alignment-zero"),
         pytest.param({"saved_wieght": "codes"}, "saved_wieght cannot be changed; expected some of", id="keep-unknown"),
         pytest.param({"grad_weight": False}, "grad_weight cannot be changed; expected some of", id="keep-recipe"),
     ],

@@ -283,11 +283,12 @@ def _scaled_mm(a, fmt_a, b, fmt_b, inverse_scale_a, inverse_scale_b, granularity
     operands = (a, b, inverse_scale_a, inverse_scale_b, out_dtype, bias)
     if backend == "torch":
         return _torch(*operands, granularity, fast_accum)
-    if backend == "simulated" and granularity in _WHOLE:
-        return _simulated(*operands)
-    if backend in ("triton", "emulated") or (backend == "simulated" and launch.implementation(a) == "triton"):
+    if backend == "simulated" and (granularity in _WHOLE or launch.implementation(a) == "reference"):
+        with torch.autocast(a.device.type, enabled=False):  # it would round what is wide on purpose
+            return (_simulated if granularity in _WHOLE else _simulated_blocks)(*operands)
+    if backend in ("triton", "emulated", "simulated"):
         return _by_kernel(*operands, granularity, fast_accum, wide=backend == "simulated" or _decoded(a, b))
-    return _simulated_blocks(*operands) if backend == "simulated" else scaled_mm_reference(*operands, granularity)
+    return scaled_mm_reference(*operands, granularity)
 
 
 @_scaled_mm.register_fake

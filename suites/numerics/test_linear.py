@@ -18,9 +18,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp8stack import formats
+from fp8stack import _triton, formats
 from fp8stack.device import OVERRIDE, detect
-from fp8stack.kernels import launch
+from fp8stack.kernels import launch, scaled_kernel
+from fp8stack.kernels.blockwise import UNITS, quantize_blockwise_reference
+from fp8stack.kernels.mxfp8 import quantize_mxfp8_reference
 from fp8stack.linear import RECIPES, Cast, Float8Linear, Gemm, convert_to_float8
 from fp8stack.scaling import quantize_reference
 from suites.compare import assert_bits_equal, assert_sqnr, values
@@ -32,7 +34,12 @@ ARCH_OF = {"e4m3fn": "gfx950", "e4m3fnuz": "gfx942"}
 
 # Accumulation error allowed, relative to sum |a| |b|: float32 sums of a few hundred terms on a CPU; on a GPU the FP8
 # matrix units of sm_90 keep about 14 bits between promotions.
-ACCUMULATION = {"reference": 2.0**-18, "simulated": 2.0**-18, "torch": 2.0**-11}
+ACCUMULATION = {
+    "reference": 2.0**-18,
+    "simulated": 2.0**-18,
+    "torch": 2.0**-11,
+    **dict.fromkeys(("triton", "emulated"), 2.0**-18 if _triton.INTERPRETING else 2.0**-11),
+}
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
 # dB against high precision, worst of 20 seeds minus 1 (never below 27 for a pair of e4m3 operands).
@@ -57,7 +64,7 @@ def dialect(
 
 
 def cases(*suffixes: str, recipes: tuple[str, ...] = tuple(RECIPES)) -> pytest.MarkDecorator:
-    """Every recipe in both dialects; one id a case."""
+    """Every recipe in both dialects, but mxfp8 in OCP's alone; one id a case."""
     return pytest.mark.parametrize(
         ("recipe", "fmt", "suffix"),
         [
@@ -65,6 +72,7 @@ def cases(*suffixes: str, recipes: tuple[str, ...] = tuple(RECIPES)) -> pytest.M
             for recipe in recipes
             for fmt in ARCH_OF
             for suffix in suffixes
+            if not (recipe == "mxfp8" and fmt.endswith("fnuz"))
         ],
     )
 
@@ -88,12 +96,42 @@ def normal(shape: tuple[int, ...], device: str, seed: int, dtype: torch.dtype = 
 
 
 def dequantised(x: torch.Tensor, cast: Cast, fp8: Float8Linear, contraction: int) -> torch.Tensor:
-    """float64 values of x after the cast, one scale along `contraction` or one in all; from the reference."""
+    """float64 values of x after the cast, one scale along `contraction`, of a block or in all; from the references."""
     plan = fp8.plan
+    if cast.granularity not in ("row", "tensor"):
+        rows = x.detach().cpu().t() if contraction == 0 else x.detach().cpu()
+        values = _dequantised_blocks(rows.contiguous(), cast, fp8)
+        return values.t() if contraction == 0 else values
     fmt, dim = plan.format_of(cast), contraction if cast.granularity == "row" else None
     codes, inverse = quantize_reference(x.detach().cpu().contiguous(), fmt, dim=dim, pow2=plan.recipe.pow2)
     factor = inverse if dim is None else inverse.unsqueeze(dim)
     return formats.decode(codes, fmt).double() * factor.double()
+
+
+def _dequantised_blocks(rows: torch.Tensor, cast: Cast, fp8: Float8Linear) -> torch.Tensor:
+    """float64 values of rows (R, contraction) after a cast with scales of blocks."""
+    fmt, recipe = fp8.plan.format_of(cast), fp8.plan.recipe
+    if cast.granularity == "1x32":
+        codes, byte = quantize_mxfp8_reference(rows, fmt, recipe.scale_mode)
+        factor, unit = torch.exp2(byte.double() - 127), (1, 32)
+    else:
+        codes, inverse = quantize_blockwise_reference(rows, fmt, cast.granularity, pow2=recipe.pow2)
+        factor, unit = inverse.double(), UNITS[cast.granularity]
+    factor = factor.repeat_interleave(unit[0], 0).repeat_interleave(unit[1], 1)[: rows.shape[0], : rows.shape[1]]
+    return formats.decode(codes, fmt).double() * factor
+
+
+def expected_backend(recipe: str, fmt: str, device: str) -> str:
+    """What scaled_mm has to run here for a recipe: on a GPU, and in the interpreter, the kernel where it is one's."""
+    blocks = recipe in ("blockwise", "mxfp8")
+    if device == "cpu":
+        return "triton" if blocks and _triton.INTERPRETING else "reference"
+    target = detect(device).target
+    if not (target.native_fp8_matmul and fmt == target.e4m3):
+        return "simulated"
+    if recipe == "mxfp8" and not scaled_kernel.scales_in_unit(target.name):
+        return "emulated"
+    return "triton" if blocks else "torch"
 
 
 def oracle(
@@ -151,10 +189,10 @@ def test_products(
         y.backward(grad)
     backend = ran["scaled_mm"]
     record_property("backend", backend)
-    if device == "cuda":
-        native = detect(device).target.native_fp8_matmul and fmt == detect(device).target.e4m3
-        assert backend == ("torch" if native else "simulated"), f"scaled_mm ran on {backend}"
-        assert ran.get("quantize_rowwise", "triton") == "triton"
+    assert backend == expected_backend(recipe, fmt, device), f"scaled_mm ran on {backend}"
+    quantisers = {name: which for name, which in ran.items() if name.startswith("quantize_")}
+    if device == "cuda" or _triton.INTERPRETING:
+        assert quantisers == dict.fromkeys(quantisers, "triton")
 
     table, weight = fp8.plan.recipe, fp8.weight.detach().to(dtype)
     product, size = oracle(x, 1, weight, 1, table.output, fp8)
@@ -285,7 +323,7 @@ def test_leading_dimensions(recipe: str, fmt: str, suffix: str, dialect: str, de
     assert int(torch.count_nonzero(fp8.weight.grad)) == 0
 
 
-@cases("nan", recipes=("rowwise", "rowwise_with_gw_hp"))
+@cases("nan", recipes=("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"))
 def test_nan_row(recipe: str, fmt: str, suffix: str, dialect: str, device: str, seed: int) -> None:
     """A NaN in one row of the input makes that row of the output NaN and leaves every other row's bits alone."""
     fp8 = layer(recipe, device, seed)

@@ -307,10 +307,12 @@ def _scaled_kernel(
 
 def _element(fmt: formats.Format, scales: str, wide: bool) -> dict[str, object]:
     """What the kernel is compiled for, for an operand of that format: its type, or how to decode its codes."""
+    if scales == "unit":
+        return {"TYPE": fmt.name[:4], "DECODE": None}
     if wide or _triton.INTERPRETING:
         infinity = fmt.inf_codes[0] if fmt.inf_codes else 0x80
         return {"TYPE": None, "DECODE": (fmt.bias, fmt.mantissa_bits, fmt.nan_codes[0], infinity, fmt.nan_code)}
-    return {"TYPE": fmt.name[:4] if scales == "unit" else cast.native_type(fmt), "DECODE": None}
+    return {"TYPE": cast.native_type(fmt), "DECODE": None}
 
 
 def _constexprs(

@@ -419,7 +419,7 @@ TORCH_BLOCKS = {"1x128-128x128": ("sm_90", "1x128 128x128"), "1x128-1x128": ("sm
     ("m", "k"), [pytest.param(m, k, id=f"m{m}-k{k}") for m, k in ((1, 1408), (64, 1152), (5, 272))]
 )
 def test_what_torch_is_called_with_for_blocks(name: str, m: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales in cuBLASLt's order, a multiple of four along K: with zero codes up to there the product is what it was."""
+    """Scales in cuBLASLt's order, a multiple of four along K, zero codes up to there: the product stays what it was."""
     target, granularity = TORCH_BLOCKS[name]
     seen: list[tuple[torch.Tensor, ...]] = []
 

@@ -24,7 +24,7 @@ from fp8stack import device, moe
 from fp8stack.device import Detected
 from fp8stack.kernels import groups, launch
 from fp8stack.kernels.grouped_gemm import CHECK
-from fp8stack.linear import RECIPES, convert_to_float8
+from fp8stack.linear import convert_to_float8
 from fp8stack.metrics import CodeCounter, CodeTable
 from fp8stack.moe import (
     EXPERT_RECIPES,
@@ -304,7 +304,7 @@ def simulated(arch: str) -> Detected:
     return Detected(arch=row, target=device.lookup("cpu"), reason="chosen by the test", simulated=True)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-convert-{recipe}") for recipe in RECIPES])
+@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-convert-{recipe}") for recipe in EXPERT_RECIPES])
 def test_conversion(recipe: str) -> None:
     """Experts and shared experts are converted, the router is not; what runs otherwise than it is called is said."""
     model = nn.ModuleDict({"ffn": layer(shared=1)})

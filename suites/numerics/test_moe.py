@@ -35,6 +35,7 @@ from fp8stack.moe import (
 )
 from suites.compare import assert_bits_equal, assert_sqnr, values
 from suites.numerics.products import Record, accumulation, assert_within
+from suites.perf import moe as perf
 
 # The interpreter multiplies with NumPy, which warns where a NaN is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -184,11 +185,17 @@ def test_gemms(
 def test_what_is_kept_changes_no_bit(
     recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes from one read or two, kept or made again in the backward pass: the same gradients, bit by bit."""
+    """Codes from one launch, one read or two, kept or made again in the backward pass: the same bits."""
     m = sum(SIZES) + TAIL
     dy = [normal((m, N), device, seed + place) for place in (1, 2)]
     results = []
-    for inputs, weights, one_read in (("codes", "weight", True), ("input", "codes", True), ("codes", "codes", False)):
+    for inputs, weights, one_launch, one_read in (
+        ("codes", "weight", True, True),
+        ("input", "codes", True, True),
+        ("input", "codes", False, True),
+        ("codes", "codes", False, False),
+    ):
+        monkeypatch.setattr("fp8stack.moe.ONE_LAUNCH", {plan.target: one_launch})
         monkeypatch.setattr("fp8stack.moe.ONE_READ", {(plan.target, what): one_read for what in ("tokens", "weights")})
         changed = replace(plan, recipe=replace(plan.recipe, saved_input=inputs, saved_weight=weights))
         x = normal((m, K), device, seed).requires_grad_()
@@ -199,6 +206,61 @@ def test_what_is_kept_changes_no_bit(
     for other in results[1:]:
         for what, one, found in zip(("y1", "y2", "x", "w1", "w2"), results[0], other, strict=True):
             assert_bits_equal(one, found, what)
+
+
+def launched(call: Callable[[], object], device: str) -> dict[str, int]:
+    """How often each kernel of fp8stack that quantises is launched by a call: by torch's profiler, or interpreted."""
+    quantising = perf.quantising_kernels()
+    if device == "cuda":
+        seen = perf.traced(call, torch.device("cuda", torch.cuda.current_device()), 1 << 62)
+        assert seen.on_device, "torch's profiler shows no kernel of the GPU; set KINETO_LOG_LEVEL=0 to read why"
+        return seen.kernels
+    from triton.runtime.interpreter import GridExecutor
+
+    counts: dict[str, int] = {}
+    real = GridExecutor.__call__
+
+    def execute(self: GridExecutor, *arguments: object, **named: object) -> object:
+        name = self.fn.__name__
+        if name in quantising:
+            counts[name] = counts.get(name, 0) + 1
+        return real(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", execute)
+        call()
+    return counts
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not _triton.INTERPRETING, reason="no kernels here; unit/test_moe.py counts ops"
+)
+@cases("launches", formats_=("e4m3fnuz",), recipes=("rowwise",))
+def test_launches(
+    recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of experts launches two kernels that quantise in the forward pass and two in the backward pass.
+
+    With kernels for each tensor, which a table may choose, they are nine and twelve: the count would see them.
+    """
+    experts = GroupedExperts(2, 32, 16).to(device)
+    with torch.no_grad():
+        for place, parameter in enumerate(experts.parameters()):
+            parameter.copy_(normal(tuple(parameter.shape), device, seed + place, torch.float32))
+    convert_to_float8(nn.Sequential(experts), recipe)
+    offs, dy = ends((3, 5), device), normal((8, 32), device, seed + 5)
+    for one_launch in (True, False):
+        monkeypatch.setattr("fp8stack.moe.ONE_LAUNCH", {plan.target: one_launch})
+        x = normal((8, 32), device, seed + 4).requires_grad_()
+        if device == "cuda":
+            experts(x, offs).backward(dy)  # kernels are compiled
+        outputs: list[torch.Tensor] = []
+        forward = launched(lambda x=x, outputs=outputs: outputs.append(experts(x, offs)), device)
+        backward = launched(lambda outputs=outputs: outputs[0].backward(dy), device)
+        if one_launch:
+            assert forward == backward == {"_quantize_together_kernel": 2}
+        else:
+            assert (sum(forward.values()), sum(backward.values())) == (9, 12)
 
 
 @cases("partial", formats_=("e4m3fn",))
@@ -220,7 +282,7 @@ def test_only_what_is_asked(recipe: str, fmt: str, suffix: str, plan: ExpertPlan
     with torch.no_grad(), launch.recording() as ran:
         (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
     assert_bits_equal(found[0][0], y, "output without gradients")
-    assert set(ran) == {"quantize_rowwise", "quantize_experts", "grouped_scaled_mm"}
+    assert set(ran) == {"quantize_together", "grouped_scaled_mm"}
 
 
 @cases("strides", formats_=("e4m3fn",), recipes=("rowwise_with_gw_hp",))

@@ -49,6 +49,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from fp8stack import formats
 from fp8stack.formats import Format
@@ -112,17 +113,21 @@ ONE_READ: dict[tuple[str, str], bool] = {}
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for."""
+    """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for.
+
+    backward: the codes belong to the backward pass, which has a count of its own.
+    """
 
     recipe: ExpertRecipe
     fmt: Format
     target: str = ""
     counter: CodeCounter | None = field(default=None, compare=False)
+    backward: bool = False
 
     def count(self, codes: torch.Tensor) -> torch.Tensor:
         """codes, counted."""
         if self.counter is not None:
-            self.counter.observe(codes, self.fmt)
+            self.counter.observe(codes, self.fmt, self.backward)
         return codes
 
     def rows(self, x: torch.Tensor) -> Codes:
@@ -210,7 +215,7 @@ class _Float8GroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan: ExpertPlan = ctx.plan
+        plan: ExpertPlan = replace(ctx.plan, backward=True)
         need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         offs, *kept = ctx.saved_tensors
         column: ColumnCodes | None = None
@@ -379,7 +384,7 @@ class GroupedExperts(Convertible):
         Under autocast in its dtype, as a linear of torch.
         """
         rows_RD = rows_RD.to(_autocast_dtype(rows_RD) or rows_RD.dtype)
-        w1, w2, w3 = (weight.to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (_held(weight).to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
         if self.plan is None:
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
             (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
@@ -415,6 +420,11 @@ class GroupedExperts(Convertible):
         experts, ffn, dim = self.w1.shape
         recipe = "high precision" if self.plan is None else f"{self.plan.recipe.name}, {self.plan.fmt.name}"
         return f"experts={experts}, dim={dim}, ffn={ffn}, {recipe}"
+
+
+def _held(weight: torch.Tensor) -> torch.Tensor:
+    """Under expert parallelism a weight knows that it is part of a whole (parallel.py); here its own experts count."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class GatedMLP(nn.Module):
@@ -511,8 +521,8 @@ class Router(nn.Module):
         """
         if group is not None:
             dist.all_reduce(self.load, group=group)
-        load = self.load.to(self.bias.dtype)
-        self.bias += rate * torch.sign(load.mean() - load)
+        missing = self.load.sum() - self.load * len(self.load)  # to the mean, times E: exact, as load is an integer
+        self.bias += rate * torch.sign(missing).to(self.bias.dtype)
         self.load.zero_()
 
 

@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fp8stack import checkpoint, dryrun, parallel, weights
@@ -61,7 +62,8 @@ from fp8stack.data import (
 )
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
-from fp8stack.models import HIGH_PRECISION, Transformer, held, local_part
+from fp8stack.models import HIGH_PRECISION, Transformer, held, local_runs
+from fp8stack.moe import GroupedExperts
 from fp8stack.options import parser
 from fp8stack.parallel import GemmCounter, GemmCounts, World
 from fp8stack.profile import TraceError, Tracing
@@ -140,7 +142,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         self.config = config
-        self.world = world or parallel.join(config.device)
+        self.world = world or parallel.join(config.device, config.expert_parallel)
         dry = self.world.plays is not None
         self.device = self.world.device
         self.detected = devices.detect(self.device)
@@ -162,6 +164,7 @@ class Trainer:
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
         parallel.shard(self.model, self.world)
         self.model.to_empty(device=self.device)
+        self.model.reset_routers()
         if dry:
             self.origin = "no weights"
         elif config.init_from:
@@ -170,10 +173,8 @@ class Trainer:
             self.model.init_weights(config.seed)
             self.origin = f"weights from seed {config.seed}"
         nudge_weights(self.model, config.nudge)
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
         self.optimiser = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            _groups(self.model, config.weight_decay),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -260,6 +261,7 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
+        self.model.balance(self.config.balance_rate, self.world.sum)
         return StepRecord(step, value, norm, saturated, nan)
 
     def _measure(self, seconds: float, graphs: int) -> dict[str, Any]:
@@ -291,6 +293,7 @@ class Trainer:
             state[f"model/{name}"] = parameter.detach()
             state[f"exp_avg/{name}"], state[f"exp_avg_sq/{name}"] = moments["exp_avg"], moments["exp_avg_sq"]
             state["adam_step"] = moments["step"]  # equal for all
+        state |= {f"model/{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
         return state
 
     def facts(self) -> dict[str, Any]:
@@ -389,6 +392,7 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         self._numbers(self._gradients(parts, valid))
         self.optimiser.step()
+        self.model.balance(self.config.balance_rate, self.world.sum)
 
 
 def profiled_steps(config: TrainConfig, done: int) -> range:
@@ -410,6 +414,21 @@ def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None
     Raises as Trainer does, and NonFiniteError where a loss or a gradient norm is not finite.
     """
     return Trainer(config).run(on_step)
+
+
+def _groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The optimiser's groups: matrices decay, vectors do not; what lives on another mesh, as experts may, is apart."""
+    groups: dict[tuple[Any, bool], list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((mesh, parameter.ndim >= 2), []).append(parameter)
+    return [{"params": found, "weight_decay": weight_decay * decays} for (_, decays), found in groups.items()]
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a model remembers beside its parameters, by name: the balancing biases of routers."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _float32(value: float) -> float:
@@ -438,12 +457,16 @@ def squared_norm(model: torch.nn.Module) -> torch.Tensor:
 
 
 def count_codes(model: torch.nn.Module, device: torch.device) -> dict[str, CodeCounter]:
-    """Give every FP8 linear a counter of its own; by the name of the layer."""
+    """Give every FP8 linear, and the experts of every layer, a counter of their own; by the name of the layer."""
     counters = {}
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
             counters[name] = CodeCounter()
             counters[name].prepare(device, module.plan.e4m3, module.plan.e5m2)
+            module.plan = dataclasses.replace(module.plan, counter=counters[name])
+        elif isinstance(module, GroupedExperts) and module.plan is not None:
+            counters[name] = CodeCounter()
+            counters[name].prepare(device, module.plan.fmt)
             module.plan = dataclasses.replace(module.plan, counter=counters[name])
     return counters
 
@@ -463,12 +486,12 @@ def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
             raise ValueError(
                 f"parameter '{name}' is {parameter.dtype}; nudges flip bits of float32 masters; keep them float32"
             )
-        local, first = local_part(parameter)
-        index = torch.arange(first, first + local.numel(), device=local.device)
-        chosen = random_bits(nudge, f"nudge/{name}", index) % NUDGE_PERIOD == 0
-        bits = local.view(torch.int32).view(-1)
-        bits ^= chosen.to(torch.int32) << NUDGED_BIT
-        flipped += int(chosen.sum())
+        for local, first in local_runs(parameter):
+            index = torch.arange(first, first + local.numel(), device=local.device)
+            chosen = random_bits(nudge, f"nudge/{name}", index) % NUDGE_PERIOD == 0
+            bits = local.view(torch.int32).view(-1)
+            bits ^= chosen.to(torch.int32) << NUDGED_BIT
+            flipped += int(chosen.sum())
     return flipped
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8stack.models import Llama, local_part
+from fp8stack.models import Sizes, local_place
 
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 << 30
@@ -70,7 +70,7 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _config(size: Llama) -> dict[str, Any]:
+def _config(size: Sizes) -> dict[str, Any]:
     """config.json of a model of these sizes, as transformers reads it."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -94,7 +94,7 @@ _FREE = ("architectures", "torch_dtype", "tie_word_embeddings", "num_hidden_laye
 
 
 @torch.no_grad()
-def read(folder: Path, model: nn.Module, size: Llama) -> str:
+def read(folder: Path, model: nn.Module, size: Sizes) -> str:
     """Fill the parameters of `model` (sharded or not), in place. Returns a sentence about what was found.
 
     Raises WeightsError for what cannot be read, is not there, or has other sizes, by name.
@@ -112,7 +112,7 @@ def read(folder: Path, model: nn.Module, size: Llama) -> str:
                 f"{folder} has no tensor '{wanted}'; expected one for each parameter; choose the model that the "
                 "weights belong to, or --layers"
             )
-        local, first = local_part(parameter)
+        local, offset = local_place(parameter)
         try:
             with safetensors.safe_open(str(files[wanted]), framework="pt") as stream:
                 rows = stream.get_slice(wanted)
@@ -121,8 +121,7 @@ def read(folder: Path, model: nn.Module, size: Llama) -> str:
                         f"'{wanted}' is {tuple(rows.get_shape())} in {folder}; expected {tuple(parameter.shape)}; "
                         "choose the model that the weights belong to"
                     )
-                start = first // max(1, parameter[0].numel())
-                local.copy_(rows[start : start + local.shape[0]])
+                local.copy_(rows[offset[0] : offset[0] + local.shape[0]])
         except (OSError, safetensors.SafetensorError) as error:
             raise WeightsError(
                 f"{files[wanted]} cannot be read ({error}); expected a whole safetensors file; copy it again"
@@ -130,7 +129,7 @@ def read(folder: Path, model: nn.Module, size: Llama) -> str:
     return f"weights from {folder}" + ("; lm_head is tied there: it starts as a copy of the embedding" if tied else "")
 
 
-def _check_config(folder: Path, size: Llama) -> None:
+def _check_config(folder: Path, size: Sizes) -> None:
     """Refuse weights whose config.json says that they belong to another computation."""
     file = folder / "config.json"
     if not file.exists():
@@ -173,7 +172,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 @torch.no_grad()
-def write(folder: Path, model: nn.Module, size: Llama) -> None:
+def write(folder: Path, model: nn.Module, size: Sizes) -> None:
     """Write every parameter of `model`, gathered one after another. Collective; rank 0 writes.
 
     Raises WeightsError, on rank 0, where the folder cannot be written.

@@ -178,8 +178,8 @@ class DeepSeek:
     def _block_parameters(self, experts: int) -> int:
         """Weights of the products of the blocks with so many routed experts a layer, without routers."""
         dense = self.layers - self.expert_layers
-        feed_forward = 3 * self.dim * (dense * self.ffn + self.expert_layers * (experts + self.shared) * self.expert_ffn)
-        return self.layers * self._attention_parameters + feed_forward
+        widths = dense * self.ffn + self.expert_layers * (experts + self.shared) * self.expert_ffn
+        return self.layers * self._attention_parameters + 3 * self.dim * widths
 
     @property
     def _router_parameters(self) -> int:
@@ -495,6 +495,11 @@ class Transformer(nn.Module):
         for router, load in zip(routers, loads, strict=True):
             router.load.copy_(load)
             router.balance(rate)
+
+
+def balancing_biases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model consists of beside its parameters, by name; the same on every rank."""
+    return {f"{name}.bias": module.bias for name, module in model.named_modules() if isinstance(module, Router)}
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:

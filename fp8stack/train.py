@@ -62,7 +62,7 @@ from fp8stack.data import (
 )
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
-from fp8stack.models import HIGH_PRECISION, Transformer, held, local_runs
+from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
 from fp8stack.moe import GroupedExperts
 from fp8stack.options import parser
 from fp8stack.parallel import GemmCounter, GemmCounts, World
@@ -293,8 +293,7 @@ class Trainer:
             state[f"model/{name}"] = parameter.detach()
             state[f"exp_avg/{name}"], state[f"exp_avg_sq/{name}"] = moments["exp_avg"], moments["exp_avg_sq"]
             state["adam_step"] = moments["step"]  # equal for all
-        state |= {f"model/{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
-        return state
+        return state | {f"model/{name}": bias for name, bias in balancing_biases(self.model).items()}
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of itself."""
@@ -423,12 +422,6 @@ def _groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((mesh, parameter.ndim >= 2), []).append(parameter)
     return [{"params": found, "weight_decay": weight_decay * decays} for (_, decays), found in groups.items()]
-
-
-def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a model remembers beside its parameters, by name: the balancing biases of routers."""
-    kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _float32(value: float) -> float:

@@ -82,7 +82,7 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
     tokens.write_bytes(bytes(64))
     if_set = {
         "layers": 2, "accumulate": 2, "compile": "aot_eager", "data": str(tokens), "data_dtype": "uint32",
-        "init_from": str(tmp_path), "deterministic": False,
+        "init_from": str(tmp_path), "deterministic": False, "balance_rate": 0.01,
     }  # fmt: skip
     fields = {
         when: {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["hashed"] == when}
@@ -95,8 +95,9 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
     elsewhere = {
         "nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False, "code_counts": False,
     }  # fmt: skip
-    assert fields[NEVER] == set(elsewhere)
+    assert fields[NEVER] == {*elsewhere, "expert_parallel"}
     assert SHORT.hash == short(**elsewhere).hash
+    assert short(model="dsv3-tiny").hash == short(model="dsv3-tiny", expert_parallel=2).hash
 
 
 def test_hash_of_recorded_curves() -> None:

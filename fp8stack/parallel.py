@@ -23,7 +23,8 @@ is the sum over the tokens of its N ranks, what is reduced is the sum over the r
 tokens of all. Whoever averages instead divides by ranks / N where the rest of the model divides by ranks, and the
 gradients of experts come out N times too large, which no loss curve shows (AdamW divides by their size).
 
-Rows of an expert's weight are sharded, not experts, where a shard would get no whole number of experts.
+Rows of an expert's weight are sharded, not experts, where ranks divide the rows and not the experts: otherwise some
+ranks would hold more than others, or nothing.
 
 **Activation checkpointing.** `full` recomputes a block's forward in its backward pass. `selective` decides op by op:
 attention is kept, and every second of the block's linear GEMMs, in their order; the rest is recomputed. `GEMMS` names
@@ -44,6 +45,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import os
 import re
 import warnings
@@ -170,6 +172,9 @@ def shard(model: Transformer, world: World) -> None:
     """`fully_shard` the model, in place; see the header for the units and dtypes."""
     # Of in-place ops on a unit's output that is a view (torch 2.13). There are none.
     warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+    # Of gathers of experts that are sharded over both dimensions of their mesh, one after the other (torch 2.13). Only
+    # digests and exported weights gather so.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gathered = MixedPrecisionPolicy(
         param_dtype=model.dtype, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
     )
@@ -202,18 +207,12 @@ def _divide_experts(moe: MoE, mesh: DeviceMesh) -> None:
 
 
 def _placement_over(ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Which dimension of a parameter is sharded over so many ranks: rows, for experts within each where need be."""
+    """Which dimension of a parameter is sharded over so many ranks: the first, but see the header."""
 
     def placement(parameter: nn.Parameter) -> Shard:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if local.ndim < 3 or local.shape[0] % ranks == 0:
-            return Shard(0)
-        if local.shape[1] % ranks:
-            raise ConfigError(
-                f"{local.shape[0]} experts of {local.shape[1]} rows cannot be sharded over {ranks} ranks; expected a "
-                "divisor of either; choose another number of ranks or another --expert-parallel"
-            )
-        return Shard(1)
+        by_rows = local.ndim == 3 and local.shape[0] % ranks > 0 and local.shape[1] % ranks == 0
+        return Shard(1 if by_rows else 0)
 
     return placement
 

@@ -76,6 +76,26 @@ def hashes(model: Any) -> dict[str, float]:
     return {name: float(p.detach().full_tensor().double().square().sum()) for name, p in model.named_parameters()}
 
 
+def read_and_write(rank: int, config: Any, folder: str, by_rows: bool) -> tuple[dict[str, float], tuple[int, ...]]:
+    """The weights that `init_from` gave these ranks, the shape that one holds of experts; all of them written again.
+
+    by_rows: rows of experts are sharded, as many ranks would make it.
+    """
+    from pathlib import Path
+
+    from torch.distributed.tensor import Shard
+
+    from fp8stack import parallel, weights
+    from fp8stack.models import held
+    from fp8stack.train import Trainer
+
+    if by_rows:
+        parallel._placement_over = lambda ranks: lambda parameter: Shard(1 if parameter.ndim == 3 else 0)
+    trainer = Trainer(config)
+    weights.write(Path(folder), trainer.model, config.size)
+    return hashes(trainer.model), tuple(held(trainer.model.layers[1].moe.experts.w1).shape)
+
+
 def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
     """What test_parallel asks of two ranks: a run, uneven labels, and two planted faults."""
     import torch

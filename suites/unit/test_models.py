@@ -10,8 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from fp8stack.linear import Linear, product, widened
-from fp8stack.models import MODELS, DeepSeek, Llama, RMSNorm, Transformer, causal_attention, initial_weight
-from fp8stack.models import model_named, rotate
+from fp8stack.models import (
+    MODELS,
+    DeepSeek,
+    Llama,
+    RMSNorm,
+    Transformer,
+    causal_attention,
+    initial_weight,
+    model_named,
+    rotate,
+)
 from fp8stack.models import rope_table as table_of
 from fp8stack.moe import Routing
 

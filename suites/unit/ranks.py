@@ -76,6 +76,26 @@ def hashes(model: Any) -> dict[str, float]:
     return {name: float(p.detach().full_tensor().double().square().sum()) for name, p in model.named_parameters()}
 
 
+def sizes_of(state: dict[str, Any]) -> dict[str, float]:
+    """The sum of squares of each tensor, sharded or not: collective."""
+    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+    return {name: float(tensor.double().square().sum()) for name, tensor in whole.items()}
+
+
+def save_once(rank: int, config: Any, folder: str) -> dict[str, float]:
+    """A checkpoint after the first step; `sizes_of` what is in it."""
+    from pathlib import Path
+
+    from fp8stack.checkpoint import Checkpoints
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    found: dict[str, float] = {}
+    checkpoints = Checkpoints(Path(folder), keep=5)
+    trainer.run(lambda r: found.update(sizes_of(trainer.state())) if r.step == 1 else None, checkpoints, every=1)
+    return found
+
+
 def read_and_write(rank: int, config: Any, folder: str, by_rows: bool) -> tuple[dict[str, float], tuple[int, ...]]:
     """The weights that `init_from` gave these ranks, the shape that one holds of experts; all of them written again.
 

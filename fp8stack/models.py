@@ -95,6 +95,11 @@ class Llama:
         return 0
 
     @property
+    def dense_layers(self) -> int:
+        """How many of the layers have no experts: all."""
+        return self.layers
+
+    @property
     def parameters(self) -> int:
         """Number of parameters, embedding and output head included (not tied)."""
         norms = (2 * self.layers + 1) * self.dim

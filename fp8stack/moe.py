@@ -48,6 +48,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -682,8 +683,7 @@ def exchanged_experts(
         )
     theirs = torch.empty_like(counts_E)
     dist.all_to_all_single(theirs, counts_E, group=group)
-    by_rank = torch.stack([counts_E.view(size, -1).sum(1), theirs.view(size, -1).sum(1)]).tolist()
-    sent, received = by_rank
+    sent, received = _rows_by_rank(counts_E.view(size, -1), theirs.view(size, -1), len(rows_RD))
     used = sum(sent)
     arrived = _Exchange.apply(rows_RD[:used], sent, received, group)
 
@@ -694,6 +694,16 @@ def exchanged_experts(
     y_RD = experts(dispatch(arrived, order), order.offs_E)
     returned = _Exchange.apply(_Reorder.apply(y_RD, order.inverse_R, order.order_R), received, sent, group)
     return torch.cat([returned, returned.new_zeros(len(rows_RD) - used, returned.shape[1])])
+
+
+def _rows_by_rank(mine: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank and come from it; in a dry run, whose numbers nobody knows, equal shares."""
+    if isinstance(mine, FakeTensor):
+        size = len(mine)
+        shares = [(rank + 1) * rows // size - rank * rows // size for rank in range(size)]
+        return shares, shares
+    sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+    return sent, received
 
 
 class _Reorder(torch.autograd.Function):

@@ -57,6 +57,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -73,15 +74,16 @@ from fp8stack.moe import MoE
 class World:
     """The ranks of a run and this one's place among them.
 
-    shards: the mesh that parameters are sharded over. experts: under expert parallelism the mesh of experts, whose
-    dimensions are "expert_shards" (ranks that hold the same ones) and "experts"; else None. plays: of a dry run, the
-    device type whose path it takes.
+    shards: the mesh that parameters are sharded over. Under expert parallelism, else None: expert_shards, the ranks that
+    hold the same experts as this one; experts, those that hold them all between them. plays: of a dry run, the device
+    type whose path it takes.
     """
 
     rank: int
     size: int
     device: torch.device
     shards: DeviceMesh
+    expert_shards: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     plays: str | None = None
 
@@ -127,11 +129,11 @@ def place(device: torch.device, expert_parallel: int, plays: str | None = None) 
             "--expert-parallel"
         )
     shards = init_device_mesh(device.type, (size,), mesh_dim_names=("shards",))
-    experts = None
-    if expert_parallel > 1:
-        names = ("expert_shards", "experts")
-        experts = init_device_mesh(device.type, (size // expert_parallel, expert_parallel), mesh_dim_names=names)
-    return World(dist.get_rank(), size, device, shards, experts, plays)
+    if expert_parallel == 1:
+        return World(dist.get_rank(), size, device, shards, plays=plays)
+    names = ("expert_shards", "experts")
+    mesh = init_device_mesh(device.type, (size // expert_parallel, expert_parallel), mesh_dim_names=names)
+    return World(dist.get_rank(), size, device, shards, mesh[names[0]], mesh[names[1]], plays)
 
 
 def leave() -> None:
@@ -184,10 +186,11 @@ def shard(model: Transformer, world: World) -> None:
     fully_shard(model.tok_embeddings, mesh=world.shards, mp_policy=embedding)
     for block in model.layers:
         moe = getattr(block, "moe", None)
-        if isinstance(moe, MoE) and world.experts is not None:
+        if isinstance(moe, MoE) and world.experts is not None and world.expert_shards is not None:
             _divide_experts(moe, world.experts)
-            mesh = world.experts["expert_shards"]
-            fully_shard(moe.experts, mesh=mesh, mp_policy=gathered, shard_placement_fn=_placement_over(mesh.size()))
+            placement = _placement_over(world.expert_shards.size())
+            with unset_fake_temporarily():  # a dry run's parameters stay fake; looking up ranks in meshes must not be
+                fully_shard(moe.experts, mesh=world.expert_shards, mp_policy=gathered, shard_placement_fn=placement)
         fully_shard(block, mesh=world.shards, mp_policy=gathered, shard_placement_fn=_placement_over(world.size))
     # Their backward pass comes at once: freeing them in between would gather the head twice.
     fully_shard([model.norm, model.output], mesh=world.shards, mp_policy=gathered, reshard_after_forward=False)
@@ -200,9 +203,9 @@ def shard(model: Transformer, world: World) -> None:
 
 def _divide_experts(moe: MoE, mesh: DeviceMesh) -> None:
     """Keep this rank's experts, as its part of the whole parameters."""
-    moe.expert_parallel(mesh.get_group("experts"))
+    moe.expert_parallel(mesh.get_group())
     for name, parameter in list(moe.experts.named_parameters()):
-        part = DTensor.from_local(parameter.detach(), mesh["experts"], [Shard(0)], run_check=False)
+        part = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
         setattr(moe.experts, name, nn.Parameter(part))
 
 

@@ -127,7 +127,7 @@ def measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> M
     size = config.size.layers
     if size <= _WHOLE:
         return _measure(config, ranks, device_type, make)
-    few = max(_SHORT, config.size.dense_layers + 1) if config.size.experts else _SHORT
+    few = max(_SHORT, config.size.dense_layers + 2) if config.size.experts else _SHORT
     short, longer = (
         _measure(dataclasses.replace(config, layers=layers), ranks, device_type, make) for layers in (few, few + 1)
     )

@@ -316,7 +316,11 @@ def unpaired(x: torch.Tensor) -> torch.Tensor:
 def causal_attention(q_BHSK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSL: torch.Tensor) -> torch.Tensor:
     """softmax(q k^T / sqrt(K) + causal mask) v, (B,H,S,L). Precision: see the header."""
     if device_type(q_BHSK) != "cpu":
-        return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSL, is_causal=True)
+        # Flash kernels want one width of all three: DeepSeek's values get zeros, which come out as zeros and go.
+        missing = q_BHSK.shape[-1] - v_BHSL.shape[-1]
+        v_BHSK = F.pad(v_BHSL, (0, missing)) if missing else v_BHSL
+        y_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=True)
+        return y_BHSK[..., :-missing] if missing else y_BHSK
     seq, head_dim = q_BHSK.shape[-2:]
     wide = wide_dtype(q_BHSK)
     q_NSK, k_NSK, v_NSL = (t.to(wide).flatten(0, 1) for t in (q_BHSK, k_BHSK, v_BHSL))

@@ -57,7 +57,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -189,8 +188,7 @@ def shard(model: Transformer, world: World) -> None:
         if isinstance(moe, MoE) and world.experts is not None and world.expert_shards is not None:
             _divide_experts(moe, world.experts)
             placement = _placement_over(world.expert_shards.size())
-            with unset_fake_temporarily():  # a dry run's parameters stay fake; looking up ranks in meshes must not be
-                fully_shard(moe.experts, mesh=world.expert_shards, mp_policy=gathered, shard_placement_fn=placement)
+            fully_shard(moe.experts, mesh=world.expert_shards, mp_policy=gathered, shard_placement_fn=placement)
         fully_shard(block, mesh=world.shards, mp_policy=gathered, shard_placement_fn=_placement_over(world.size))
     # Their backward pass comes at once: freeing them in between would gather the head twice.
     fully_shard([model.norm, model.output], mesh=world.shards, mp_policy=gathered, reshard_after_forward=False)

@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -149,7 +150,9 @@ class Trainer:
         _check_shares(config, self.world.size)
         if not dry:
             _check_memory(config, self.world)
-        with torch.device("meta"):
+        # In a dry run tensors are fake, but not those of the meta device, on which a model is built: cutting one into
+        # a thousand fake pieces takes longer than all the rest, and a mesh cannot look up ranks among fake ones.
+        with unset_fake_temporarily(), torch.device("meta"):
             self.model = Transformer(config.size)
         self.counters: dict[str, CodeCounter] = {}
         self.conversion: Conversion | None = None
@@ -162,7 +165,8 @@ class Trainer:
         compiled = config.compile != "none"
         self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
-        parallel.shard(self.model, self.world)
+        with unset_fake_temporarily():
+            parallel.shard(self.model, self.world)
         self.model.to_empty(device=self.device)
         self.model.reset_routers()
         if dry:

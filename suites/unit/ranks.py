@@ -259,6 +259,7 @@ def real_collectives(rank: int, config: Any) -> dict[tuple[str, int], tuple[int,
         "reduce_scatter_tensor": ("reduce-scatter", scattered),
         "reduce_scatter_single": ("reduce-scatter", scattered),
         "all_reduce": ("all-reduce", lambda tensor, *_, **__: tensor),
+        "all_to_all_single": ("all-to-all", lambda _, given, *__, **___: given),
     }
 
     def second(record: Any) -> None:

@@ -29,6 +29,7 @@ from fp8stack.models import MODELS, Sizes, model_named
 
 BF16 = "bf16"
 RECOMPUTE = ("none", "full", "selective")
+QUANTISATIONS = ("fused", "unfused")
 COMPILERS = ("none", "inductor", "aot_eager")
 _MEGABYTE = 1 << 20
 
@@ -76,6 +77,11 @@ class TrainConfig:
     device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=NEVER)
     expert_parallel: int = _option(1, "ranks that share the experts of a layer between them", hashed=NEVER)
     recompute: str = _option("none", f"activation checkpointing: {', '.join(RECOMPUTE)}", hashed=NEVER)
+    quantisation: str = _option(
+        "fused",
+        f"by kernels, or by chains of plain operators to compare with: {', '.join(QUANTISATIONS)}",
+        hashed=NEVER,
+    )
     workers: int = _option(0, "processes that read data ahead; 0: this one reads it", hashed=NEVER)
     code_counts: bool = _option(True, "count saturated and NaN codes, which reads every code again", hashed=NEVER)
     digests: bool = _option(True, "gradient digests of the first three steps", hashed=NEVER)
@@ -88,6 +94,7 @@ class TrainConfig:
             ("schedule", _SCHEDULES),
             ("compile", COMPILERS),
             ("recompute", RECOMPUTE),
+            ("quantisation", QUANTISATIONS),
             ("data_dtype", TOKEN_BYTES),
         ):
             if getattr(self, name) not in known:

@@ -73,9 +73,9 @@ from fp8stack.moe import MoE
 class World:
     """The ranks of a run and this one's place among them.
 
-    shards: the mesh that parameters are sharded over. Under expert parallelism, else None: expert_shards, the ranks that
-    hold the same experts as this one; experts, those that hold them all between them. plays: of a dry run, the device
-    type whose path it takes.
+    shards: the mesh that parameters are sharded over. Under expert parallelism, else None: expert_shards, the ranks
+    that hold the same experts as this one; experts, those that hold them all between them. plays: of a dry run, the
+    device type whose path it takes.
     """
 
     rank: int

@@ -61,6 +61,7 @@ from fp8stack.data import (
     random_bits,
     random_signs,
 )
+from fp8stack.kernels import launch
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
 from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
@@ -216,7 +217,7 @@ class Trainer:
         # Compiling is not training: where blocks are compiled, the second step is counted.
         self._counted_step = self.step + (2 if self.compiler else 1)
         began = time.perf_counter()
-        with _deterministic(self.config.deterministic):
+        with _deterministic(self.config.deterministic), launch.unfused(self.config.quantisation == "unfused"):
             share = self.config.batch // self.world.size
             left = range(self.step, self.config.steps)
             shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
@@ -665,6 +666,7 @@ def _write_run(file: Path, step: int, trainer: Trainer) -> None:
         **trainer.facts(),
         "format": result.format,
         "recipe": trainer.config.recipe,
+        "quantisation": trainer.config.quantisation,
         "digests": {**kept.get("digests", {}), **result.digests},
         "saturated_by_layer": {**kept.get("saturated_by_layer", {}), str(step): trainer.saturated_by_layer},
     }

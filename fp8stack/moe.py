@@ -57,7 +57,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from fp8stack import formats
 from fp8stack.formats import Format
@@ -144,12 +146,16 @@ ONE_READ: dict[tuple[str, str], bool] = {}
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for."""
+    """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for.
+
+    backward: the codes belong to the backward pass, which has a count of its own.
+    """
 
     recipe: ExpertRecipe
     fmt: Format
     target: str = ""
     counter: CodeCounter | None = field(default=None, compare=False)
+    backward: bool = False
 
     @property
     def alignment(self) -> int:
@@ -177,7 +183,7 @@ class ExpertPlan:
             found = self._quantise_each(rows, columns, weights, offs)
         if self.counter is not None:
             for codes, _ in (*found.rows, *found.columns, *found.weights):
-                self.counter.observe(codes, self.fmt)
+                self.counter.observe(codes, self.fmt, self.backward)
         return found
 
     def _quantise_each(
@@ -257,7 +263,7 @@ class _Float8GroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan: ExpertPlan = ctx.plan
+        plan: ExpertPlan = replace(ctx.plan, backward=True)
         recipe = plan.recipe
         need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         offs, *saved = ctx.saved_tensors
@@ -434,7 +440,7 @@ class GroupedExperts(Convertible):
         Under autocast in its dtype, as a linear of torch.
         """
         rows_RD = rows_RD.to(_autocast_dtype(rows_RD) or rows_RD.dtype)
-        w1, w2, w3 = (weight.to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (_held(weight).to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
         if self.plan is None:
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
             (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
@@ -479,6 +485,11 @@ class GroupedExperts(Convertible):
         experts, ffn, dim = self.w1.shape
         recipe = "high precision" if self.plan is None else f"{self.plan.recipe.name}, {self.plan.fmt.name}"
         return f"experts={experts}, dim={dim}, ffn={ffn}, {recipe}"
+
+
+def _held(weight: torch.Tensor) -> torch.Tensor:
+    """Under expert parallelism a weight knows that it is part of a whole (parallel.py); here its own experts count."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class GatedMLP(nn.Module):
@@ -583,8 +594,8 @@ class Router(nn.Module):
         """
         if group is not None:
             dist.all_reduce(self.load, group=group)
-        load = self.load.to(self.bias.dtype)
-        self.bias += rate * torch.sign(load.mean() - load)
+        missing = self.load.sum() - self.load * len(self.load)  # to the mean, times E: exact, as load is an integer
+        self.bias += rate * torch.sign(missing).to(self.bias.dtype)
         self.load.zero_()
 
 
@@ -744,8 +755,7 @@ def exchanged_experts(
         )
     theirs = torch.empty_like(counts_E)
     dist.all_to_all_single(theirs, counts_E, group=group)
-    by_rank = torch.stack([counts_E.view(size, -1).sum(1), theirs.view(size, -1).sum(1)]).tolist()
-    sent, received = by_rank
+    sent, received = _rows_by_rank(counts_E.view(size, -1), theirs.view(size, -1), len(rows_RD))
     used = sum(sent)
     arrived = _Exchange.apply(rows_RD[:used], sent, received, group)
 
@@ -756,6 +766,16 @@ def exchanged_experts(
     y_RD = experts(dispatch(arrived, order), order.offs_E)
     returned = _Exchange.apply(_Reorder.apply(y_RD, order.inverse_R, order.order_R), received, sent, group)
     return torch.cat([returned, returned.new_zeros(len(rows_RD) - used, returned.shape[1])])
+
+
+def _rows_by_rank(mine: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank and come from it; in a dry run, whose numbers nobody knows, equal shares."""
+    if isinstance(mine, FakeTensor):
+        size = len(mine)
+        shares = [(rank + 1) * rows // size - rank * rows // size for rank in range(size)]
+        return shares, shares
+    sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+    return sent, received
 
 
 class _Reorder(torch.autograd.Function):

@@ -36,7 +36,7 @@ import torch
 
 from fp8stack import device, formats, scaling
 from fp8stack._triton import LAUNCH_OPTIONS, TRITON_VERSION, CompileSpec, jit, tl
-from fp8stack.kernels import cast, groups, launch
+from fp8stack.kernels import cast, groups, launch, unfused
 
 
 @dataclass(frozen=True)
@@ -600,8 +600,10 @@ def launch_colwise_grouped_pair(
     schema="(Tensor x, Tensor offs, str fmt, bool pow2, int alignment) -> (Tensor, Tensor, Tensor)",
 )
 def _quantize_colwise_grouped(x, offs, fmt, pow2, alignment):
-    which = launch.implementation(x)
+    which = launch.implementation(x, chain=True)
     launch.record("quantize_colwise_grouped", which)
+    if which == "unfused":
+        return unfused.colwise_grouped(x, offs, fmt, pow2, alignment)
     if which == "reference":
         return quantize_colwise_grouped_reference(x, offs, fmt, pow2, alignment)
     target = device.detect(x.device).target.name
@@ -650,8 +652,11 @@ def quantize_colwise_grouped(
     ),
 )
 def _quantize_colwise_grouped_pair(x, y, offs, fmt, pow2, alignment):
-    which = launch.implementation(x)
+    which = launch.implementation(x, chain=True)
     launch.record("quantize_colwise_grouped_pair", which)
+    if which == "unfused":
+        left, right = (unfused.colwise_grouped(t, offs, fmt, pow2, alignment) for t in (x, y))
+        return *left[:2], *right
     if which == "reference":
         return quantize_colwise_grouped_pair_reference(x, y, offs, fmt, pow2, alignment)
     target = device.detect(x.device).target.name

@@ -31,7 +31,7 @@ import torch
 
 from fp8stack import device, formats
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import cast, column_maxima, colwise, groups, launch, rowwise
+from fp8stack.kernels import cast, column_maxima, colwise, groups, launch, rowwise, unfused
 from fp8stack.kernels.column_maxima import BothConfig
 
 
@@ -452,8 +452,10 @@ def _constexprs(
     schema=("(Tensor x, Tensor offs, str fmt, bool pow2, int alignment) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"),
 )
 def _quantize_rowwise_and_colwise(x, offs, fmt, pow2, alignment):
-    which = launch.implementation(x)
+    which = launch.implementation(x, chain=True)
     launch.record("quantize_rowwise_and_colwise", which)
+    if which == "unfused":
+        return *unfused.rowwise(x, fmt, pow2), *unfused.colwise_grouped(x, offs, fmt, pow2, alignment)
     if which == "reference":
         return quantize_rowwise_and_colwise_reference(x, offs, fmt, pow2, alignment)
     target = device.detect(x.device).target.name

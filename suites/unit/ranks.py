@@ -76,6 +76,46 @@ def hashes(model: Any) -> dict[str, float]:
     return {name: float(p.detach().full_tensor().double().square().sum()) for name, p in model.named_parameters()}
 
 
+def sizes_of(state: dict[str, Any]) -> dict[str, float]:
+    """The sum of squares of each tensor, sharded or not: collective."""
+    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+    return {name: float(tensor.double().square().sum()) for name, tensor in whole.items()}
+
+
+def save_once(rank: int, config: Any, folder: str) -> dict[str, float]:
+    """A checkpoint after the first step; `sizes_of` what is in it."""
+    from pathlib import Path
+
+    from fp8stack.checkpoint import Checkpoints
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    found: dict[str, float] = {}
+    checkpoints = Checkpoints(Path(folder), keep=5)
+    trainer.run(lambda r: found.update(sizes_of(trainer.state())) if r.step == 1 else None, checkpoints, every=1)
+    return found
+
+
+def read_and_write(rank: int, config: Any, folder: str, by_rows: bool) -> tuple[dict[str, float], tuple[int, ...]]:
+    """The weights that `init_from` gave these ranks, the shape that one holds of experts; all of them written again.
+
+    by_rows: rows of experts are sharded, as many ranks would make it.
+    """
+    from pathlib import Path
+
+    from torch.distributed.tensor import Shard
+
+    from fp8stack import parallel, weights
+    from fp8stack.models import held
+    from fp8stack.train import Trainer
+
+    if by_rows:
+        parallel._placement_over = lambda ranks: lambda parameter: Shard(1 if parameter.ndim == 3 else 0)
+    trainer = Trainer(config)
+    weights.write(Path(folder), trainer.model, config.size)
+    return hashes(trainer.model), tuple(held(trainer.model.layers[1].moe.experts.w1).shape)
+
+
 def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
     """What test_parallel asks of two ranks: a run, uneven labels, and two planted faults."""
     import torch
@@ -219,6 +259,7 @@ def real_collectives(rank: int, config: Any) -> dict[tuple[str, int], tuple[int,
         "reduce_scatter_tensor": ("reduce-scatter", scattered),
         "reduce_scatter_single": ("reduce-scatter", scattered),
         "all_reduce": ("all-reduce", lambda tensor, *_, **__: tensor),
+        "all_to_all_single": ("all-to-all", lambda _, given, *__, **___: given),
     }
 
     def second(record: Any) -> None:

@@ -82,7 +82,7 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
     tokens.write_bytes(bytes(64))
     if_set = {
         "layers": 2, "accumulate": 2, "compile": "aot_eager", "data": str(tokens), "data_dtype": "uint32",
-        "init_from": str(tmp_path), "deterministic": False,
+        "init_from": str(tmp_path), "deterministic": False, "balance_rate": 0.01,
     }  # fmt: skip
     fields = {
         when: {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["hashed"] == when}
@@ -94,9 +94,11 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
     assert len({SHORT.hash, *hashes.values()}) == len(hashes) + 1
     elsewhere = {
         "nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False, "code_counts": False,
+        "quantisation": "unfused",
     }  # fmt: skip
-    assert fields[NEVER] == set(elsewhere)
+    assert fields[NEVER] == {*elsewhere, "expert_parallel"}
     assert SHORT.hash == short(**elsewhere).hash
+    assert short(model="dsv3-tiny").hash == short(model="dsv3-tiny", expert_parallel=2).hash
 
 
 def test_hash_of_recorded_curves() -> None:
@@ -284,6 +286,51 @@ def test_zero_rows_and_weights_stay_finite(recipe: str) -> None:
         assert all(record.nan == 0 for record in result.steps)
         losses.append([record.loss for record in result.steps])
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
+EXPERTS = TrainConfig(model="dsv3-tiny", steps=3, batch=2, seq=16, device="cpu", layers=2)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(r, id=f"train-experts-{r}") for r in ("bf16", *RECIPES)])
+def test_experts(recipe: str) -> None:
+    """Two runs have the same bits; experts are converted and their codes counted; every parameter has a gradient."""
+    config = dataclasses.replace(EXPERTS, recipe=recipe)
+    trainer = Trainer(config)
+    result = trainer.run()
+    again = run(config)
+    assert (result.steps, result.digests) == (again.steps, again.digests)
+    assert {name for name, _ in trainer.model.named_parameters()} == set(result.digests["1"])
+    assert all(norm > 0 for norm, *_ in result.digests["1"].values())
+    if recipe == "bf16":
+        return
+    assert result.conversion is not None
+    assert result.conversion.experts == ("layers.1.moe.experts",)
+    assert set(result.conversion.left) == {"output"}
+    assert trainer.saturated_by_layer["layers.1.moe.experts"] > 0
+    assert all(record.nan == 0 for record in result.steps)
+
+
+def test_balancing() -> None:
+    """After a step every bias has moved by the rate towards equal loads, from all microbatches; a rate of 0 moves none.
+
+    Recomputing a layer counts its loads again, which changes no sign.
+    """
+    biases = []
+    for change in ({}, {"accumulate": 2}, {"recompute": "full"}, {"recompute": "selective"}):
+        trainer = Trainer(dataclasses.replace(EXPERTS, steps=1, balance_rate=0.25, **change))
+        router = trainer.model.layers[1].moe.router
+        loads: list[torch.Tensor] = []
+        trainer.optimiser.register_step_post_hook(lambda *_, r=router, found=loads: found.append(r.load.clone()))
+        trainer.run()
+        assert not bool(router.load.any())
+        load = loads[0].double()
+        assert float(load.sum()) in (2 * 16 * 2, 2 * 2 * 16 * 2)
+        assert torch.equal(0.25 * torch.sign(load.mean() - load).float(), router.bias)
+        biases.append(router.bias.clone())
+    assert all(torch.equal(biases[0], bias) for bias in biases)
+    trainer = Trainer(dataclasses.replace(EXPERTS, steps=1, balance_rate=0.0))
+    trainer.run()
+    assert not bool(trainer.model.layers[1].moe.router.bias.any())
 
 
 def test_digests_need_every_gradient() -> None:

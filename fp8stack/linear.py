@@ -45,8 +45,10 @@ from fp8stack import formats
 from fp8stack.formats import Format
 from fp8stack.kernels import mxfp8
 from fp8stack.kernels.blockwise import quantize_blockwise
+from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.mxfp8 import quantize_mxfp8
 from fp8stack.kernels.rowwise import quantize_rowwise
+from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
 from fp8stack.kernels.scaled_mm import choose_backend, scaled_mm
 from fp8stack.kernels.tensorwise import quantize_tensorwise
 from fp8stack.metrics import CodeCounter
@@ -284,29 +286,55 @@ class Plan:
 
 
 class _Operand:
-    """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions."""
+    """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions.
 
-    def __init__(self, x: torch.Tensor, plan: Plan, backward: bool = False) -> None:
-        self.x, self.plan, self.backward = x, plan, backward
+    both_ways: contracting will be called for both dimensions with this cast. A cast of rows then reads x once for both.
+    """
+
+    def __init__(self, x: torch.Tensor, plan: Plan, backward: bool = False, both_ways: Cast | None = None) -> None:
+        self.x, self.plan, self.backward, self.both_ways = x, plan, backward, both_ways
         self._tensorwise: dict[Cast, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
         """Row-major codes (rows, contraction), contracting dimension `dim` of x, and their inverse scales.
 
-        The scales: (rows,) or (); of blocks (rows, blocks) or (blocks, blocks), as the quantisers write them.
+        The scales: (rows,) or (); of blocks (rows, blocks) or (blocks, blocks), as the quantisers write them. A cast of
+        rows that contracts dimension 0 appends zero codes up to a multiple of ALIGNMENT.
         """
         fmt, recipe = self.plan.format_of(cast), self.plan.recipe
         rows = self.x if dim == 1 else self.x.t()
         if cast.granularity == "tensor":
             return self._of_tensor(dim, cast, fmt)
         if cast.granularity == "row":
-            codes, inverse_scale = quantize_rowwise(rows, fmt, pow2=recipe.pow2)
+            codes, inverse_scale = self._of_rows(cast, fmt) if dim == 1 else self._turned(cast, fmt)
         elif cast.granularity == "1x32":
             codes, inverse_scale = quantize_mxfp8(rows, fmt, recipe.scale_mode)
         else:
             codes, inverse_scale = quantize_blockwise(rows, fmt, cast.granularity, pow2=recipe.pow2)
         self._count(codes, fmt)
         return codes, inverse_scale
+
+    def _of_rows(self, cast: Cast, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.both_ways != cast:
+            return quantize_rowwise(self.x, fmt, pow2=self.plan.recipe.pow2)
+        codes, inverse_scale, *columns, _ = quantize_rowwise_and_colwise(
+            self.x, self._one_group(), fmt, self.plan.recipe.pow2, ALIGNMENT
+        )
+        self._of_columns = (columns[0], columns[1])
+        return codes, inverse_scale
+
+    def _turned(self, cast: Cast, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+        """A scale a column: the rows are one group of a grouped kernel, which reads them as they lie."""
+        if self._of_columns is None:
+            *columns, _ = quantize_colwise_grouped(self.x, self._one_group(), fmt, self.plan.recipe.pow2, ALIGNMENT)
+            self._of_columns = (columns[0], columns[1])
+        (codes, inverse_scale), self._of_columns = self._of_columns, None
+        contraction = self.x.shape[0] + -self.x.shape[0] % ALIGNMENT
+        return codes.t()[:, :contraction], inverse_scale[0]
+
+    def _one_group(self) -> torch.Tensor:
+        return self.x.new_full((1,), self.x.shape[0], dtype=torch.int32)
 
     def _of_tensor(self, dim: Literal[0, 1], cast: Cast, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
         if cast not in self._tensorwise:
@@ -381,23 +409,27 @@ class _Float8LinearFunction(torch.autograd.Function):
 
         # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
         grad = grad.contiguous()
-        grad_operand = _Operand(grad, plan, backward=True)
+        of_x, of_weight = plan.recipe.grad_input, plan.recipe.grad_weight
+        twice = need_x and need_weight and of_weight is not None and of_x.left == of_weight.left
+        grad_operand = _Operand(grad, plan, backward=True, both_ways=of_x.left if twice else None)
         fast_accum = plan.recipe.fast_accum_gradients
         grad_x = grad_weight = None
         if need_x:
-            casts = plan.recipe.grad_input
+            casts = of_x
             grad_x = _gemm(
                 grad_operand.contracting(1, casts.left),
                 _Operand(weight, plan, backward=True).contracting(0, casts.right),
                 x.dtype,
                 fast_accum,
             )
-        if need_weight and plan.recipe.grad_weight is None:
+        if need_weight and of_weight is None:
             grad_weight = product(widened(grad).t(), widened(x), x.dtype)
         elif need_weight:
-            casts = plan.recipe.grad_weight
+            casts = of_weight
             tail = -x.shape[0] % ALIGNMENT
-            if tail:  # M is the contraction here; zero rows change neither an amax nor a sum
+            if (
+                tail and casts.left.granularity != "row"
+            ):  # M is the contraction here; zero rows change neither an amax nor a sum
                 x = nn.functional.pad(x, (0, 0, 0, tail))
                 grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan, backward=True)
             grad_weight = _gemm(

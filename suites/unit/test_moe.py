@@ -481,9 +481,9 @@ def test_codes_are_counted() -> None:
     seen: list[tuple[int, ...]] = []
 
     class Counter(CodeCounter):
-        def observe(self, codes: torch.Tensor, table: CodeTable) -> None:
+        def observe(self, codes: torch.Tensor, table: CodeTable, backward: bool = False) -> None:
             seen.append(tuple(codes.shape))
-            super().observe(codes, table)
+            super().observe(codes, table, backward)
 
     counter = Counter()
     model = nn.Sequential(layer())

@@ -32,7 +32,8 @@ import torch
 
 from fp8stack import _triton, device, formats
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import blockwise, cast, grouped_kernel, launch, mxfp8
+from fp8stack.kernels import blockwise, cast, launch, mxfp8
+from fp8stack.kernels.grouped_kernel import operand
 
 _INT32_MAX = 2**31 - 1
 
@@ -377,8 +378,8 @@ def launch_scaled(
     """
     (m, k), n = a.shape, b.shape[1]
     fmt_a, fmt_b = formats.get(a.dtype), formats.get(b.dtype)
-    a, _, a_pitch = grouped_kernel.operand(a)
-    b, _, b_pitch = grouped_kernel.operand(b.t())
+    a, _, a_pitch = operand(a)
+    b, _, b_pitch = operand(b.t())
     height, pitch = max(row.block_m, row.block_n), max(a_pitch, b_pitch)
     if height * max(pitch, n) > _INT32_MAX:
         raise ValueError(

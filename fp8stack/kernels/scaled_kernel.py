@@ -125,6 +125,9 @@ SCALED_CONFIGS: dict[tuple[str, str], ScaledConfig] = {
             for depth in (64, blockwise.BLOCK, mxfp8.BLOCK, 64, blockwise.BLOCK, mxfp8.BLOCK)
         ),
     ),
+    # A product from zero is another tile of registers beside the sum: with 128 columns they spill.
+    ("sm_100", "block"): _config(128, 64, 128, 8, 4),
+    ("sm_103", "block"): _config(128, 64, 128, 8, 4),
     # A matrix instruction of gfx950 takes 128 elements and their four scales.
     ("gfx950", "unit"): _config(128, 128, 128, 8, 2),
     ("sm_100", "unit"): _config(128, 128, 128, 8, 3),

@@ -148,7 +148,7 @@ def test_software_conversion(arch: str, fmt: str) -> None:
     assert any("fp8_encode is software; expected native-f32" in message for message in broken_rules(claimed))
 
 
-@pytest.mark.parametrize("arch", _cases("scales-beside"))
+@pytest.mark.parametrize("arch", _cases("scales-beside", "gfx942", "gfx950"))
 def test_scales_beside_the_instruction(arch: str) -> None:
     """A product whose scales are multiplied in float32 claims in vain that its matrix instruction takes them."""
     (spec,) = (spec for spec in scaled_kernel.compile_specs(arch) if spec.case.endswith("-weight"))

@@ -392,7 +392,8 @@ def launch_scaled(
     # The interpreter truncates what it stores as bf16.
     out = torch.empty((m, n), dtype=torch.float32 if _triton.INTERPRETING else out_dtype, device=a.device)
     whole, blocks = k % row.block_k == 0, inverse_scale_a.shape[1] if scales != "after" else 0
-    words = scales in ("bytes", "unit") and blocks % 4 == 0 and whole
+    aligned = inverse_scale_a.data_ptr() % 4 == inverse_scale_b.data_ptr() % 4 == 0
+    words = scales in ("bytes", "unit") and blocks % 4 == 0 and whole and aligned
     with launch.on_device(a):
         _scaled_kernel[(-(-m // row.block_m) * -(-n // row.block_n),)](
             a.view(torch.uint8),

@@ -353,18 +353,29 @@ class _Operand:
 def _gemm(
     left: tuple[torch.Tensor, torch.Tensor],
     right: tuple[torch.Tensor, torch.Tensor],
+    casts: Gemm,
     out_dtype: torch.dtype,
     fast_accum: bool,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(L,C) codes times (R,C) codes -> (L,R). Of a row and a tensor scale, the single one is expanded.
+    """(L,C) codes times (R,C) codes of their casts -> (L,R). Of a row and a tensor scale, the single one is expanded.
 
     Where torch's product runs, a float32 layer gets bf16 values with row scales, and its bias is added afterwards: that
     product gives float32 with tensor scales only, and never with a bias.
     """
     (a, inverse_a), (b, inverse_b) = left, right
     if inverse_a.ndim == 2:  # blocks, which our own kernel multiplies: any output, with a bias
-        return scaled_mm(a, b.t(), inverse_a, inverse_b.t(), out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
+        granularity = "1x32" if inverse_a.dtype == torch.uint8 else f"1x128 {casts.right.granularity}"
+        return scaled_mm(
+            a,
+            b.t(),
+            inverse_a,
+            inverse_b.t(),
+            out_dtype=out_dtype,
+            bias=bias,
+            fast_accum=fast_accum,
+            granularity=granularity,
+        )
     if inverse_a.ndim != inverse_b.ndim:
         inverse_a = inverse_a.expand(a.shape[0]).contiguous()
         inverse_b = inverse_b.expand(b.shape[0]).contiguous()
@@ -388,6 +399,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         return _gemm(
             _Operand(x, plan).contracting(1, casts.left),
             _Operand(weight, plan).contracting(1, casts.right),
+            casts,
             x.dtype,
             plan.recipe.fast_accum,
             bias,
@@ -419,6 +431,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             grad_x = _gemm(
                 grad_operand.contracting(1, casts.left),
                 _Operand(weight, plan, backward=True).contracting(0, casts.right),
+                casts,
                 x.dtype,
                 fast_accum,
             )
@@ -435,6 +448,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             grad_weight = _gemm(
                 grad_operand.contracting(0, casts.left),
                 _Operand(x, plan, backward=True).contracting(0, casts.right),
+                casts,
                 x.dtype,
                 fast_accum,
             )

@@ -32,7 +32,8 @@ import torch
 
 from fp8stack import _triton, device, formats
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import blockwise, cast, grouped_kernel, launch, mxfp8
+from fp8stack.kernels import blockwise, cast, launch, mxfp8
+from fp8stack.kernels.grouped_kernel import operand
 
 _INT32_MAX = 2**31 - 1
 
@@ -124,6 +125,9 @@ SCALED_CONFIGS: dict[tuple[str, str], ScaledConfig] = {
             for depth in (64, blockwise.BLOCK, mxfp8.BLOCK, 64, blockwise.BLOCK, mxfp8.BLOCK)
         ),
     ),
+    # A product from zero is another tile of registers beside the sum: with 128 columns they spill.
+    ("sm_100", "block"): _config(128, 64, 128, 8, 4),
+    ("sm_103", "block"): _config(128, 64, 128, 8, 4),
     # A matrix instruction of gfx950 takes 128 elements and their four scales.
     ("gfx950", "unit"): _config(128, 128, 128, 8, 2),
     ("sm_100", "unit"): _config(128, 128, 128, 8, 3),
@@ -377,8 +381,8 @@ def launch_scaled(
     """
     (m, k), n = a.shape, b.shape[1]
     fmt_a, fmt_b = formats.get(a.dtype), formats.get(b.dtype)
-    a, _, a_pitch = grouped_kernel.operand(a)
-    b, _, b_pitch = grouped_kernel.operand(b.t())
+    a, _, a_pitch = operand(a)
+    b, _, b_pitch = operand(b.t())
     height, pitch = max(row.block_m, row.block_n), max(a_pitch, b_pitch)
     if height * max(pitch, n) > _INT32_MAX:
         raise ValueError(
@@ -388,7 +392,8 @@ def launch_scaled(
     # The interpreter truncates what it stores as bf16.
     out = torch.empty((m, n), dtype=torch.float32 if _triton.INTERPRETING else out_dtype, device=a.device)
     whole, blocks = k % row.block_k == 0, inverse_scale_a.shape[1] if scales != "after" else 0
-    words = scales in ("bytes", "unit") and blocks % 4 == 0 and whole
+    aligned = inverse_scale_a.data_ptr() % 4 == inverse_scale_b.data_ptr() % 4 == 0
+    words = scales in ("bytes", "unit") and blocks % 4 == 0 and whole and aligned
     with launch.on_device(a):
         _scaled_kernel[(-(-m // row.block_m) * -(-n // row.block_n),)](
             a.view(torch.uint8),

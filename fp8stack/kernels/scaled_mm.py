@@ -306,13 +306,15 @@ def scaled_mm(
     backend: str | None = None,
     fast_accum: bool = False,
     pad: bool = False,
+    granularity: str | None = None,
 ) -> torch.Tensor:
     """a @ b, times the inverse scales, plus bias: (M, N) in out_dtype.
 
     a: (M, K), FP8, row-major. b: (K, N), FP8, column-major. inverse_scale_a, inverse_scale_b: float32, or E8M0 bytes
     (uint8 or float8_e8m0fnu), of the shapes that the header lists by granularity. bias: (N,). backend: one of BACKENDS,
     or None for the table's choice. fast_accum: let the hardware accumulate with fewer bits (torch, and triton with
-    scales of rows or tensors). pad: append zero codes up to the next multiple of 16 along K and N.
+    scales of rows or tensors). pad: append zero codes up to the next multiple of 16 along K and N. granularity: one of
+    GRANULARITIES, or None for what the scales tell; where one block holds all of K they tell rows.
 
     out_dtype: bfloat16 or float32; with a scale for each row the torch backend gives bfloat16 only.
 
@@ -334,7 +336,7 @@ def scaled_mm(
         raise ValueError(
             f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float32; convert the result afterwards"
         )
-    granularity, scale_a, scale_b = _told(inverse_scale_a, inverse_scale_b, a.shape[0], n, k)
+    granularity, scale_a, scale_b = _told(inverse_scale_a, inverse_scale_b, a.shape[0], n, k, granularity)
     if granularity == "1x32" and not {fmt_a, fmt_b} <= set(mxfp8.FORMATS):
         raise formats.UnsupportedDtype(
             f"scaled_mm cannot multiply {a.dtype} by {b.dtype} with E8M0 scales on {a.device.type}; expected "
@@ -424,15 +426,15 @@ _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def _told(
-    inverse_scale_a: torch.Tensor, inverse_scale_b: torch.Tensor, m: int, n: int, k: int
+    inverse_scale_a: torch.Tensor, inverse_scale_b: torch.Tensor, m: int, n: int, k: int, wanted: str | None
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
     """The granularity that two inverse scales tell, and the scales: () or flat where they hold along K, else 2-D.
 
-    E8M0 ones as uint8.
+    E8M0 ones as uint8. wanted: what the caller says that they tell.
     """
     blocks, bytes_ = -(-k // blockwise.BLOCK), -(-k // mxfp8.BLOCK)
     across = -(-n // blockwise.BLOCK)
-    told: list[str | None] = []
+    told: list[str] = []
     for name, scale, whole, block, byte in (
         ("inverse_scale_a", inverse_scale_a, ((), (m,), (m, 1)), ((m, blocks),), (m, bytes_)),
         ("inverse_scale_b", inverse_scale_b, ((), (n,), (1, n)), ((blocks, n), (blocks, across)), (bytes_, n)),
@@ -450,22 +452,26 @@ def _told(
                 f"{name} is {scale.dtype} of shape {shape}; expected float32 of one of the shapes {listed}, or E8M0 "
                 f"bytes of shape {byte}; pass the inverse scale that the quantiser returned, that of b transposed"
             )
-    if set(told) <= {"tensor", "row"}:
-        flat = [scale if scale.dim() == 0 else scale.reshape(-1) for scale in (inverse_scale_a, inverse_scale_b)]
-        return ("row" if "row" in told else "tensor"), flat[0], flat[1]
-    if told == ["1x32", "1x32"]:
-        return "1x32", inverse_scale_a.view(torch.uint8), inverse_scale_b.view(torch.uint8)
-    # Where a block holds all of K, a scale a row is a scale a block.
     scales = (inverse_scale_a, inverse_scale_b)
-    one_block = [kind == "row" and scale.dim() == 2 for kind, scale in zip(told, scales, strict=True)]
-    left, right = ("1x128" if one else kind for kind, one in zip(told, one_block, strict=True))
-    if f"{left} {right}" not in _BLOCKS or (any(one_block) and blocks > 1):
+    if set(told) <= {"tensor", "row"} and wanted not in _BLOCKS:
+        scales = tuple(scale if scale.dim() == 0 else scale.reshape(-1) for scale in scales)
+        found = "row" if "row" in told else "tensor"
+    elif told == ["1x32", "1x32"]:
+        scales = tuple(scale.view(torch.uint8) for scale in scales)
+        found = "1x32"
+    else:
+        # Where a block holds all of K, a scale a row is a scale a block.
+        one_block = [kind == "row" and scale.dim() == 2 for kind, scale in zip(told, scales, strict=True)]
+        if any(one_block) and blocks > 1:
+            one_block = [False, False]
+        found = " ".join("1x128" if one else kind for kind, one in zip(told, one_block, strict=True))
+    if found not in GRANULARITIES or wanted not in (None, found):
+        known = repr(wanted) if wanted is not None else f"one of: tensor or row, {', '.join(map(repr, _BLOCKS))}, 1x32"
         raise ValueError(
-            f"inverse_scale_a has scales of {told[0]} and inverse_scale_b of {told[1]}; expected one of: tensor or row "
-            f"for both, {', '.join(repr(name) for name in GRANULARITIES[2:4])}, 1x32 for both; quantise both operands "
-            "by one recipe"
+            f"inverse_scale_a has scales of {told[0]} and inverse_scale_b of {told[1]}; expected {known}, for both; "
+            "quantise both operands by one recipe"
         )
-    return f"{left} {right}", inverse_scale_a, inverse_scale_b
+    return found, scales[0], scales[1]
 
 
 def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

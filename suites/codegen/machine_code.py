@@ -138,7 +138,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "matrix_opcodes",
-        lambda code: "scale" if code.spec.multiplies == "mxfp8" else "",
+        # NVIDIA's has no name of its own: UTCQMMA, with two more operands.
+        lambda code: "scale" if code.spec.multiplies == "mxfp8" and code.arch.startswith("gfx") else "",
         _contains,
         "E8M0 scales were multiplied beside the matrix instruction, not by it: see that tl.dot_scaled gets codes and "
         "bytes, and that a step is as long as the instruction",

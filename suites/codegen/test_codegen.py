@@ -95,6 +95,14 @@ def test_machine_code(
     assert not broken, "\n".join([f"{listing} breaks a rule of machine code:", *broken])
 
 
+def test_block_scaled_instruction() -> None:
+    """MXFP8 on gfx950 is multiplied by the instruction that takes E8M0 scales, and by nothing else."""
+    (spec,) = (spec for spec in _families()["scaled_kernel"]("gfx950") if spec.case == "scaled_mm-e4m3fn-mxfp8")
+    opcodes = machine_code(spec, "gfx950").facts["matrix_opcodes"].split("+")
+    assert opcodes
+    assert all(opcode.startswith("v_mfma_scale_f32_") for opcode in opcodes), opcodes
+
+
 def _kernels() -> Iterator[Any]:
     """Every kernel of every family once, at its first configuration for sm_90."""
     seen: set[str] = set()

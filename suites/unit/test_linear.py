@@ -174,6 +174,23 @@ def test_operands_get_the_formats_of_the_recipe(monkeypatch: pytest.MonkeyPatch)
     assert pairs == [(e4m3, e4m3), (e5m2, e4m3), (e5m2, e4m3)]
 
 
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-names-{name}") for name in ("blockwise", "mxfp8")])
+def test_products_are_told_their_granularity(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens are one block, whose scales look like those of rows: the layer says what they are."""
+    told = []
+
+    def watched(*operands: torch.Tensor, **options: object) -> torch.Tensor:
+        told.append(options["granularity"])
+        return scaled_mm(*operands, **options)
+
+    monkeypatch.setattr("fp8stack.linear.scaled_mm", watched)
+    model = nn.Sequential(nn.Linear(32, 16))
+    convert_to_float8(model, recipe, detected=simulated("cpu"))
+    model(torch.ones(16, 32, requires_grad=True)).sum().backward()
+    blocks = ["1x128 128x128", "1x128 128x128", "1x128 1x128"]
+    assert told == (blocks if recipe == "blockwise" else ["1x32"] * 3)
+
+
 def test_unknown_recipe() -> None:
     """The error lists the recipes that exist."""
     with pytest.raises(ValueError, match=r"'rowise'.*rowwise, rowwise_with_gw_hp, tensorwise"):

@@ -500,6 +500,20 @@ def test_backend_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert str(caught.value).count("; ") == 2, "what; expected; what next"
 
 
+def test_granularity_by_name() -> None:
+    """One block along K: scales of rows by their shape, of blocks for who says so; a name that they do not fit fails."""
+    a, b, inverse_a, inverse_b, left, right = operands("1x128 1x128", 5, 32, 96, "e4m3fn")
+    expected = (left @ right).to(torch.float32)
+    for name in (None, "row", "1x128 1x128"):
+        actual = scaled_mm(a, b, inverse_a, inverse_b, torch.float32, granularity=name)
+        assert_within_ulps(expected, actual, 2, f"product, granularity {name}")
+    with pytest.raises(
+        ValueError, match=r"of row and inverse_scale_b of row; expected '1x128 128x128', for both; "
+    ) as caught:
+        scaled_mm(a, b, inverse_a, inverse_b, granularity="1x128 128x128")
+    assert str(caught.value).count("; ") == 2, "what; expected; what next"
+
+
 def test_scales_that_do_not_belong_together() -> None:
     """Two granularities that no product takes together, or a shape that is none, are named with what there is."""
     a, b, inverse_a, inverse_b, *_ = operands("1x128 128x128", 16, 32, 256, "e4m3fn")

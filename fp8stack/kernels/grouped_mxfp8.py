@@ -80,9 +80,8 @@ GROUPED_MXFP8_CONFIGS: dict[tuple[str, str], GroupedConfig] = {
 # ----------------------------------------------------------------------------------------------------------- reference
 def _values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float64 of codes (..., L) with a scale each 32 of them."""
-    factor = torch.exp2(scales.to(torch.float64) - 127)
-    factor = torch.where(scales == 255, torch.nan, factor)
-    return formats.decode(codes, codes.dtype).double() * factor.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
+    factor = formats.decode_e8m0(scales).double().repeat_interleave(BLOCK, -1)
+    return formats.decode(codes, codes.dtype).double() * factor
 
 
 def grouped_mxfp8_mm_reference(

@@ -22,6 +22,7 @@ import pytest
 import fp8stack.kernels
 from fp8stack import _triton
 from fp8stack._triton import CompileSpec
+from fp8stack.kernels import grouped_mxfp8
 from suites.codegen.machine_code import broken_rules, machine_code
 
 ARCHS = ("gfx942", "gfx950", "sm_90")
@@ -93,6 +94,16 @@ def test_machine_code(
     )
     broken = broken_rules(code)
     assert not broken, "\n".join([f"{listing} breaks a rule of machine code:", *broken])
+
+
+@pytest.mark.parametrize(
+    "groups", [pytest.param(name, id=f"grouped_mxfp8-{name}-gfx950") for name in ("rows", "contraction")]
+)
+def test_block_scaled(groups: str) -> None:
+    """On gfx950 MXFP8 operands go into the block-scaled matrix instruction as they are, and into no other."""
+    specs = {spec.case: spec for spec in grouped_mxfp8.compile_specs("gfx950")}
+    facts = machine_code(specs[f"grouped_mxfp8-e4m3fn-{groups}"], "gfx950").facts
+    assert facts["matrix_opcodes"] == "v_mfma_scale_f32_16x16x128_f8f6f4"
 
 
 def _kernels() -> Iterator[Any]:

@@ -35,8 +35,10 @@ come from two kernels and not from one: 7 and 9. Shared experts are dense linear
 The gradient of x takes W's column scales in every recipe. In a dense layer rowwise_with_gw_hp has one scale for all of
 W there, to save the maxima of columns; here they come with the codes, and one scale for all experts is the coarser.
 
-Recipes of experts: rowwise, and rowwise_with_gw_hp, whose weight gradient is a bf16 GEMM of x itself. Under tensorwise
-they run rowwise, and convert_to_float8 says so. Weights stay plain parameters w1, w2, w3: (E,F,D), (E,D,F), (E,F,D).
+Recipes of experts: rowwise; rowwise_with_gw_hp, whose weight gradient is a bf16 GEMM of x itself; mxfp8, with a scale
+for 32 elements of each contraction, on OCP archs, where tokens are copied to padded groups first and every tensor and
+way is a launch. Under tensorwise they run rowwise, and convert_to_float8 says so. Weights stay plain parameters w1, w2,
+w3: (E,F,D), (E,D,F), (E,F,D).
 
 Nothing is read back to the host, but for two things: unaligned_groups "refuse" looks at the offsets, and the exchange
 of expert parallelism must know how many rows to receive, once a layer. An expert may have no rows, or all.
@@ -63,10 +65,11 @@ from torch.distributed.tensor import DTensor
 
 from fp8stack import formats
 from fp8stack.formats import Format
-from fp8stack.kernels import groups
+from fp8stack.kernels import groups, mxfp8
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
 from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, preferred_alignment, require_good_offs
+from fp8stack.kernels.grouped_mxfp8 import grouped_mxfp8_mm, padded_groups
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
 from fp8stack.kernels.together import (
@@ -91,7 +94,8 @@ class ExpertRecipe:
     takes any group sizes, as the quantisers pad; `refuse` raises for a group that is no multiple of `alignment`, and
     waits for the device to do so. alignment: what groups are padded to along the contraction; None: to what is fastest
     on the target (grouped_gemm.preferred_alignment), while `refuse` asks for multiples of 16. saved_input,
-    saved_weight: what is kept for the backward pass (see the header).
+    saved_weight: what is kept for the backward pass (see the header). scale_mode: how mxfp8 rounds its scales
+    (mxfp8.py), None for the others.
     """
 
     name: str
@@ -103,6 +107,7 @@ class ExpertRecipe:
     alignment: int | None = None
     saved_input: Literal["codes", "input"] = "codes"
     saved_weight: Literal["codes", "weight"] = "weight"
+    scale_mode: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -118,10 +123,15 @@ class ExpertRecipe:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False; correct the recipe")
         given = self.alignment
-        if given is not None and (type(given) is not int or given < groups.MULTIPLE or given % groups.MULTIPLE):
+        if given is not None and (type(given) is not int or given < self.multiple or given % self.multiple):
             raise ValueError(
-                f"alignment is {given!r}; expected None or a multiple of {groups.MULTIPLE}; correct the recipe"
+                f"alignment is {given!r}; expected None or a multiple of {self.multiple}; correct the recipe"
             )
+
+    @property
+    def multiple(self) -> int:
+        """What K and N, and an alignment, must be multiples of."""
+        return ALIGNMENT if self.scale_mode is None else mxfp8.BLOCK
 
 
 # What of a recipe is about speed and memory alone, and may change after conversion.
@@ -132,8 +142,13 @@ EXPERT_RECIPES: dict[str, ExpertRecipe] = {
     "tensorwise": ExpertRecipe("rowwise", grad_weight=True),
     "rowwise": ExpertRecipe("rowwise", grad_weight=True),
     "rowwise_with_gw_hp": ExpertRecipe("rowwise_with_gw_hp", grad_weight=False, saved_input="input"),
+    "mxfp8": ExpertRecipe("mxfp8", grad_weight=True, scale_mode="rceil"),
 }
 
+
+# A step of the grouped GEMM of MXFP8 is 128 deep, and reads scales a word of four at a time: groups of 32 would not save
+# a step, and cost the words.
+MXFP8_ALIGNMENT = 4 * mxfp8.BLOCK
 
 # Target -> whether all that a product needs is quantised in one launch, or each tensor by kernels of its own. A target
 # that is not listed takes one launch. Not measured yet: `python -m suites.perf.moe` times both.
@@ -160,7 +175,11 @@ class ExpertPlan:
     @property
     def alignment(self) -> int:
         """What groups are padded to along the contraction."""
-        return self.recipe.alignment or preferred_alignment(self.target, self.recipe.fast_accum_gradients)
+        if self.recipe.alignment is not None:
+            return self.recipe.alignment
+        if self.recipe.scale_mode is not None:
+            return MXFP8_ALIGNMENT
+        return preferred_alignment(self.target, self.recipe.fast_accum_gradients)
 
     def quantise(
         self,
@@ -175,16 +194,66 @@ class ExpertPlan:
         """
         if not (rows or columns or weights):
             return Together((), (), (), offs)
+        if self.recipe.scale_mode is not None:
+            return self._counted(self._quantise_mxfp8(rows, columns, weights, offs, self.recipe.scale_mode))
         fits = len(rows) <= MOST_ROWS and len(columns) <= MOST_COLUMNS and len(weights) <= MOST_WEIGHTS
         fits = fits and len({w.shape for w in weights}) <= 1
         if fits and ONE_LAUNCH.get(self.target, True):
             found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.alignment)
         else:
             found = self._quantise_each(rows, columns, weights, offs)
+        return self._counted(found)
+
+    def _counted(self, found: Together) -> Together:
         if self.counter is not None:
             for codes, _ in (*found.rows, *found.columns, *found.weights):
                 self.counter.observe(codes, self.fmt, self.backward)
         return found
+
+    def _quantise_mxfp8(
+        self,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        offs: torch.Tensor,
+        mode: str,
+    ) -> Together:
+        """As quantise, in blocks of 32 along what is contracted: scales are E8M0 bytes, one launch a tensor and way.
+
+        Weights are quantised as one matrix (E*N,K), both ways: N is a multiple of 32, so no block has two experts.
+        """
+        of_rows, of_columns, of_weights = [], [], []
+        padded_offs = torch.zeros_like(offs)
+        for x in rows:
+            codes, scales = mxfp8.quantize_mxfp8(x.reshape(-1, x.shape[-1]), self.fmt, mode, dim=1)
+            of_rows.append((codes.view(x.shape), scales.view(*x.shape[:-1], -1)))
+        for x in columns:
+            padded, padded_offs = padded_groups(x, offs, self.alignment)
+            of_columns.append(mxfp8.quantize_mxfp8(padded, self.fmt, mode, dim=0))
+        for w in weights:
+            e, n, k = w.shape
+            codes, scales = mxfp8.quantize_mxfp8(w.reshape(e * n, k), self.fmt, mode, dim=0)
+            of_weights.append((codes.t().view(k, e, n).transpose(0, 1), scales.view(k, e, -1).transpose(0, 1)))
+        return Together(tuple(of_rows), tuple(of_columns), tuple(of_weights), padded_offs)
+
+    def product(
+        self, left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool
+    ) -> torch.Tensor:
+        """Row codes (M,K) times codes (E,N,K) of weights, in groups of rows -> (M,N)."""
+        operands = left[0], right[0].transpose(1, 2), left[1], right[1], offs
+        if self.recipe.scale_mode is not None:
+            return grouped_mxfp8_mm(*operands, out_dtype=out_dtype)
+        return grouped_scaled_mm(*operands, out_dtype=out_dtype, fast_accum=fast_accum)
+
+    def weight_product(
+        self, left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Column codes of dY (M_pad,N) and of x (M_pad,K), in groups along the contraction -> (E,N,K)."""
+        operands, alignment = (left[0].t(), right[0], left[1], right[1], padded_offs), self.recipe.alignment
+        if self.recipe.scale_mode is not None:
+            return grouped_mxfp8_mm(*operands, out_dtype=out_dtype, alignment=alignment)
+        fast_accum = self.recipe.fast_accum_gradients
+        return grouped_scaled_mm(*operands, out_dtype=out_dtype, fast_accum=fast_accum, alignment=alignment)
 
     def _quantise_each(
         self,
@@ -258,7 +327,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         saved += [part for pair in codes.weights for part in pair] if ctx.transposed_saved else weights
         ctx.save_for_backward(offs, *saved)
         rows, *weight_rows = codes.rows
-        return tuple(_product(rows, weight, offs, x.dtype, recipe.fast_accum) for weight in weight_rows)
+        return tuple(plan.product(rows, weight, offs, x.dtype, recipe.fast_accum) for weight in weight_rows)
 
     @staticmethod
     @once_differentiable
@@ -290,7 +359,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         rows, columns = list(codes.rows), list(codes.columns)
         del codes, saved
         while rows:
-            product = _product(rows.pop(0), transposed.pop(0), offs, ctx.dtype, recipe.fast_accum_gradients)
+            product = plan.product(rows.pop(0), transposed.pop(0), offs, ctx.dtype, recipe.fast_accum_gradients)
             grad_x = product if grad_x is None else grad_x + product
         grad_weights: list[torch.Tensor | None] = []
         for grad, need in zip(grads, need_weights, strict=True):
@@ -298,33 +367,10 @@ class _Float8GroupedMM(torch.autograd.Function):
                 grad_weights.append(None)
             elif recipe.grad_weight:
                 assert column is not None
-                grad_weights.append(_weight_product(columns.pop(0), column, padded_offs, ctx.dtype, plan))
+                grad_weights.append(plan.weight_product(columns.pop(0), column, padded_offs, ctx.dtype))
             else:
                 grad_weights.append(grouped_mm(grad.t(), x, offs))
         return grad_x, None, None, None, *grad_weights
-
-
-def _product(left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """(M,K) codes times (E,N,K) codes, in groups of rows -> (M,N)."""
-    return grouped_scaled_mm(
-        left[0], right[0].transpose(1, 2), left[1], right[1], offs, out_dtype=out_dtype, fast_accum=fast_accum
-    )
-
-
-def _weight_product(
-    left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype, plan: ExpertPlan
-) -> torch.Tensor:
-    """Column codes of dY (M_pad,N) and of x (M_pad,K), in groups along the contraction -> (E,N,K)."""
-    return grouped_scaled_mm(
-        left[0].t(),
-        right[0],
-        left[1],
-        right[1],
-        padded_offs,
-        out_dtype=out_dtype,
-        fast_accum=plan.recipe.fast_accum_gradients,
-        alignment=plan.alignment,
-    )
 
 
 def fp8_grouped_mm(
@@ -336,15 +382,16 @@ def fp8_grouped_mm(
     (E,), cumulative ends. Returns (M,N) a weight, in x's dtype; rows past offs[-1] are zero, in gradients too, and the
     gradient of an expert without rows is zero.
 
-    Raises ValueError for shapes, K or N that are no multiples of 16, and under unaligned_groups "refuse" for a group
-    that is no multiple; UnsupportedDtype for other dtypes.
+    Raises ValueError for shapes, K or N that are no multiples of 16 (mxfp8: of 32), and under unaligned_groups "refuse"
+    for a group that is no multiple; UnsupportedDtype for other dtypes.
     """
     _require_operands(x, weights, "fp8_grouped_mm")
+    multiple = plan.recipe.multiple
     for weight in weights:
         for label, size in (("N", weight.shape[1]), ("K", weight.shape[2])):
-            if size % ALIGNMENT:
+            if size % multiple:
                 raise ValueError(
-                    f"{label} is {size}; FP8 GEMMs need a multiple of {ALIGNMENT}; leave these experts out with the "
+                    f"{label} is {size}; FP8 GEMMs need a multiple of {multiple}; leave these experts out with the "
                     "filter"
                 )
     if plan.recipe.unaligned_groups == "refuse":
@@ -451,9 +498,14 @@ class GroupedExperts(Convertible):
 
     def refuses(self, plan: Plan) -> str | None:
         """Experts have no grouped GEMM for every recipe; see Convertible."""
-        if plan.recipe.name in EXPERT_RECIPES:
-            return None
-        return f"experts do not run {plan.recipe.name}, only {', '.join(EXPERT_RECIPES)}"
+        recipe = EXPERT_RECIPES.get(plan.recipe.name)
+        if recipe is None:
+            return f"experts do not run {plan.recipe.name}, only {', '.join(EXPERT_RECIPES)}"
+        if recipe.scale_mode is not None and plan.e4m3.name.endswith("fnuz"):
+            return f"{recipe.name} is for OCP formats, this arch has {plan.e4m3.name}"
+        _, ffn, dim = self.w1.shape
+        odd = [f"{label} = {size}" for label, size in (("D", dim), ("F", ffn)) if size % recipe.multiple]
+        return f"{' and '.join(odd)} not a multiple of {recipe.multiple}" if odd else None
 
     def to_float8(self, plan: Plan) -> str | None:
         """Run in FP8 from now on; see Convertible."""

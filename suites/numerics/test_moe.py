@@ -23,6 +23,7 @@ from fp8stack.kernels import launch
 from fp8stack.kernels.colwise import quantize_colwise_grouped_reference
 from fp8stack.kernels.experts import quantize_experts_reference, quantize_experts_transposed_reference
 from fp8stack.kernels.grouped_gemm import CHECK
+from fp8stack.kernels.mxfp8 import quantize_mxfp8_reference
 from fp8stack.linear import convert_to_float8
 from fp8stack.moe import (
     EXPERT_RECIPES,
@@ -33,6 +34,7 @@ from fp8stack.moe import (
     fp8_grouped_mm,
     high_precision_grouped_mm,
 )
+from suites.cases import DTYPES
 from suites.compare import assert_bits_equal, assert_sqnr, values
 from suites.numerics.products import Record, accumulation, assert_within
 from suites.perf import moe as perf
@@ -392,6 +394,82 @@ def test_zeros(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str
     assert int(torch.count_nonzero(x.grad)) == 0
     assert bool(w.grad.isfinite().all())
     assert float(w.grad.abs().max()) > 0
+
+
+# --- mxfp8 ------------------------------------------------------------------------------------------------------------
+
+# As SQNR_DB.
+MXFP8_SQNR_DB = {
+    "output": 22.0,
+    "input": 21.9,
+    "router.weight": 18.2,
+    "experts.w1": 21.9,
+    "experts.w2": 22.2,
+    "experts.w3": 22.0,
+}
+
+
+def mxfp8_plan(device: str) -> ExpertPlan:
+    found = detect(device)
+    return ExpertPlan(EXPERT_RECIPES["mxfp8"], formats.get("e4m3fn"), found.target.name)
+
+
+def mxfp8_values(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """float64 of a matrix quantised in blocks of 32 along dim, the last block as long as there is."""
+    codes, scales = quantize_mxfp8_reference(t.detach().cpu(), "e4m3fn", "rceil", dim)
+    codes = codes if dim == 1 else codes.t()
+    wide = formats.decode_e8m0(scales).double().repeat_interleave(32, 1)[:, : codes.shape[1]]
+    found = formats.decode(codes, codes.dtype).double() * wide
+    return found if dim == 1 else found.t()
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, id=f"moe-mxfp8-e4m3fn-{name}") for name, dtype in DTYPES.items()]
+)
+def test_mxfp8_gemms(dtype: torch.dtype, device: str, seed: int, record_property: Record) -> None:
+    """Output and both gradients are the products of operands quantised along each contraction, group by group."""
+    m, n = sum(SIZES) + TAIL, 96
+    x, dy = normal((m, K), device, seed, dtype).requires_grad_(), normal((m, n), device, seed + 1, dtype)
+    w = normal((len(SIZES), n, K), device, seed + 2, dtype).requires_grad_()
+    with launch.recording() as ran:
+        (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), mxfp8_plan(device))
+        y.backward(dy)
+    assert set(ran) == {"quantize_mxfp8", "grouped_mxfp8_mm"}
+    record_property("backend", ran["grouped_mxfp8_mm"])
+    allowed = accumulation("reference" if ran["grouped_mxfp8_mm"] == "reference" else "triton", device, fp8=False)
+    for name, found in (("output", y), ("grad_x", x.grad), ("grad_w", w.grad)):
+        expected, magnitude = (torch.zeros(found.shape, dtype=torch.float64) for _ in range(2))
+        for group, part in grouped(SIZES):
+            if part.start == part.stop:
+                continue
+            left, right, at = {
+                "output": lambda part=part, g=group: (mxfp8_values(x[part], 1), mxfp8_values(w[g], 1).t(), part),
+                "grad_x": lambda part=part, g=group: (mxfp8_values(dy[part], 1), mxfp8_values(w[g], 0), part),
+                "grad_w": lambda part=part, g=group: (mxfp8_values(dy[part], 0).t(), mxfp8_values(x[part], 0), g),
+            }[name]()
+            expected[at], magnitude[at] = left @ right, left.abs() @ right.abs()
+        assert_within(expected, magnitude, found, allowed, name, record_property)
+        assert found.dtype == dtype
+    for rows, of in ((slice(sum(SIZES), None), (y, x.grad)), ([size == 0 for size in SIZES], (w.grad,))):
+        assert not any(int(torch.count_nonzero(one[rows])) for one in of)
+
+
+@pytest.mark.parametrize("fmt", [pytest.param("e4m3fn", id="moe-mxfp8-e4m3fn-twin")])
+def test_mxfp8_gradients_against_the_twin(fmt: str, device: str, seed: int, record_property: Record) -> None:
+    """Output, input gradient and every parameter's gradient of an mxfp8 layer keep their SQNR against bf16's."""
+    x, dy = normal((2, 24, 64), device, seed + 1), normal((2, 24, 64), device, seed + 2)
+    found: list[dict[str, torch.Tensor]] = []
+    for plan in (None, mxfp8_plan(device)):
+        moe = layer(device, seed, None, ffn=64)
+        moe.experts.plan = plan
+        given = x.clone().requires_grad_()
+        y = moe(given)
+        y.backward(dy)
+        found.append({"output": y, "input": given.grad, **{name: p.grad for name, p in moe.named_parameters()}})
+    assert set(MXFP8_SQNR_DB) == set(found[0])
+    for name, at_least in MXFP8_SQNR_DB.items():
+        measured = assert_sqnr(values(found[0][name]), found[1][name], at_least, name)
+        record_property(f"{name}_sqnr_db", measured)
 
 
 @pytest.mark.skipif(

@@ -24,7 +24,7 @@ from fp8stack import device, moe
 from fp8stack.device import Detected
 from fp8stack.kernels import groups, launch
 from fp8stack.kernels.grouped_gemm import CHECK
-from fp8stack.linear import convert_to_float8
+from fp8stack.linear import RECIPES, Plan, convert_to_float8
 from fp8stack.metrics import CodeCounter, CodeTable
 from fp8stack.moe import (
     EXPERT_RECIPES,
@@ -304,7 +304,10 @@ def simulated(arch: str) -> Detected:
     return Detected(arch=row, target=device.lookup("cpu"), reason="chosen by the test", simulated=True)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-convert-{recipe}") for recipe in EXPERT_RECIPES])
+CONVERTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-convert-{recipe}") for recipe in CONVERTED])
 def test_conversion(recipe: str) -> None:
     """Experts and shared experts are converted, the router is not; what runs otherwise than it is called is said."""
     model = nn.ModuleDict({"ffn": layer(shared=1)})
@@ -341,7 +344,44 @@ def test_experts_of_another_recipe_stay(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(EXPERT_RECIPES, "tensorwise")
     model = nn.ModuleDict({"ffn": layer(shared=1)})
     report = convert_to_float8(model, "tensorwise", detected=simulated("cpu"))
-    assert report.left == {"ffn.experts": "experts do not run tensorwise, only rowwise, rowwise_with_gw_hp"}
+    assert report.left == {"ffn.experts": "experts do not run tensorwise, only rowwise, rowwise_with_gw_hp, mxfp8"}
+
+
+def test_mxfp8_experts() -> None:
+    """mxfp8 is for OCP formats and sizes of 32; codes of both ways, scales a block, groups padded to 128."""
+
+    def plan_of(arch: str) -> Plan:
+        recipe = replace(RECIPES["rowwise"], name="mxfp8")
+        return Plan(recipe, moe.formats.get(device.lookup(arch).e4m3), moe.formats.get(device.lookup(arch).e5m2))
+
+    experts, odd = filled(GroupedExperts(3, 64, 96)), GroupedExperts(3, 64, 48)
+    assert experts.refuses(plan_of("gfx942")) == "mxfp8 is for OCP formats, this arch has e4m3fnuz"
+    assert odd.refuses(plan_of("gfx950")) == "F = 48 not a multiple of 32"
+    assert experts.refuses(plan_of("gfx950")) is None
+    assert experts.to_float8(plan_of("gfx950")) is None
+    assert (experts.plan.recipe.name, experts.plan.recipe.scale_mode) == ("mxfp8", "rceil")
+    x, offs = normal(20, 64).requires_grad_(), torch.tensor([5, 5, 17], dtype=torch.int32)
+    codes = experts.plan.quantise((x, experts.w1.bfloat16()), (x,), (experts.w2.bfloat16(),), offs)
+    shapes = [[tuple(part.shape) for part in pair] for pair in (*codes.rows, *codes.columns, *codes.weights)]
+    assert shapes == [
+        [(20, 64), (20, 2)],
+        [(3, 96, 64), (3, 96, 2)],
+        [(384, 64), (64, 12)],
+        [(3, 96, 64), (3, 96, 2)],
+    ]
+    assert codes.padded_offs.tolist() == [128, 128, 256]
+    with launch.recording() as ran:
+        experts(x, offs).float().square().sum().backward()
+    assert set(ran) == {"quantize_mxfp8", "grouped_mxfp8_mm"}
+    assert int(torch.count_nonzero(x.grad[17:])) == 0
+    for parameter in experts.parameters():
+        assert bool(parameter.grad.isfinite().all())
+        assert int(torch.count_nonzero(parameter.grad[1])) == 0
+        assert int(torch.count_nonzero(parameter.grad[[0, 2]])) > 0
+    with pytest.raises(ValueError, match="alignment is 16; expected a multiple of 32"):
+        experts.keep(alignment=16)
+    with pytest.raises(ValueError, match="N is 48; FP8 GEMMs need a multiple of 32"):
+        moe.fp8_grouped_mm(x, (normal(3, 48, 64),), offs, experts.plan)
 
 
 def test_state_dict_is_plain() -> None:

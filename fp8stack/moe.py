@@ -480,8 +480,9 @@ class Router(nn.Module):
     """Scores of E experts a token, and the K best: DeepSeek-V3's (sigmoid, groups, balancing bias) or plain softmax.
 
     weight: (E,D). bias: (E,), a buffer: added to scores for the choice alone, never to weights, and moved by `balance`.
-    load: (E,), how many tokens chose each expert since the last `balance`; a recomputed forward pass counts again,
-    which changes no sign there. No linear that convert_to_float8 would see: it costs little and decides much.
+    load: (E,), how many tokens chose each expert since the last `balance`; a forward pass that is recomputed does not
+    count again where the policy keeps fp8stack::count_load (parallel.py). No linear that convert_to_float8 would see:
+    it costs little and decides much.
     """
 
     weight: nn.Parameter
@@ -511,7 +512,7 @@ class Router(nn.Module):
         if routing.normalise:
             weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + 1e-20)
         if self.training:
-            self.load += counted(chosen_TK, routing.experts)
+            _count_load(chosen_TK, self.load)
         return chosen_TK, weights_TK * routing.scale
 
     @torch.no_grad()
@@ -525,6 +526,12 @@ class Router(nn.Module):
         missing = self.load.sum() - self.load * len(self.load)  # to the mean, times E: exact, as load is an integer
         self.bias += rate * torch.sign(missing).to(self.bias.dtype)
         self.load.zero_()
+
+
+@torch.library.custom_op("fp8stack::count_load", mutates_args=("load",))
+def _count_load(chosen_TK: torch.Tensor, load: torch.Tensor) -> None:
+    """load (E,) += how often each expert was chosen. An op: a compiled block that is recomputed may not assign."""
+    load += counted(chosen_TK, load.shape[0])
 
 
 def choose(scores_TE: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -30,7 +30,8 @@ ranks would hold more than others, or nothing.
 attention is kept, and every second of the block's linear GEMMs, in their order; the rest is recomputed. `GEMMS` names
 every spelling of a matrix product, high precision and FP8 alike, so a comparison of recipes recomputes the same
 products. A custom op hides what it calls, from the policy as from everything else: an FP8 product is `scaled_mm` of
-this package, and the `_scaled_mm` in it is invisible. Counting codes is never repeated, in either mode.
+this package, and the `_scaled_mm` in it is invisible. Counting codes, and tokens of experts, is never repeated, in
+either mode.
 
 **Counting GEMMs.** `GemmCounter` watches a step through torch's profiler, which sees ops inside custom ops too: an
 instrument that does not share the policy's blindness. It counts the outermost known product; a product that the policy
@@ -246,7 +247,7 @@ GEMMS: dict[str, str] = {
     },
 }
 # Ops that run once a step whatever is recomputed.
-ONCE = ("fp8stack::count_codes",)
+ONCE = ("fp8stack::count_codes", "fp8stack::count_load")
 
 _CHECKPOINTED, _RECOMPUTED = "fp8stack.checkpointed", "fp8stack.recomputed"
 

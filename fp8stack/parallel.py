@@ -123,17 +123,22 @@ def join(device: str, expert_parallel: int = 1) -> World:
 def place(device: torch.device, expert_parallel: int, plays: str | None = None) -> World:
     """This rank's place in the process group that is there. ConfigError where the degree does not divide the ranks."""
     size = dist.get_world_size()
-    if size % expert_parallel:
-        raise ConfigError(
-            f"expert_parallel is {expert_parallel}, which does not divide {size} ranks; expected a divisor; correct "
-            "--expert-parallel"
-        )
+    check_degree(expert_parallel, size)
     shards = init_device_mesh(device.type, (size,), mesh_dim_names=("shards",))
     if expert_parallel == 1:
         return World(dist.get_rank(), size, device, shards, plays=plays)
     names = ("expert_shards", "experts")
     mesh = init_device_mesh(device.type, (size // expert_parallel, expert_parallel), mesh_dim_names=names)
     return World(dist.get_rank(), size, device, shards, mesh[names[0]], mesh[names[1]], plays)
+
+
+def check_degree(expert_parallel: int, ranks: int) -> None:
+    """ConfigError where the degree does not divide the ranks."""
+    if ranks % expert_parallel:
+        raise ConfigError(
+            f"expert_parallel is {expert_parallel}, which does not divide {ranks} ranks; expected a divisor; correct "
+            "--expert-parallel"
+        )
 
 
 def leave() -> None:

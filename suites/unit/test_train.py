@@ -374,6 +374,19 @@ BAD = {
     "world-size": (["--world-size", "8"], "--world-size"),
     "data": (["--data", "/dev/null/x"], "--data"),
     "init-from": (["--init-from", "/dev/null/x"], "--init-from"),
+    "quantisation": (["--quantisation", "slow"], "quantisation 'slow'"),
+    "balance-rate": (["--balance-rate", "-1"], "--balance-rate"),
+    "expert-parallel-dense": (["--expert-parallel", "2"], "has no experts"),
+    "expert-parallel-experts": (["--model", "dsv3-tiny", "--expert-parallel", "3"], "does not divide the 8 experts"),
+    "expert-parallel-ranks": (["--model", "dsv3-tiny", "--expert-parallel", "2"], "does not divide 1 ranks"),
+    "expert-parallel-dry": (
+        ["--model", "dsv3-tiny", "--expert-parallel", "8", "--dry-run", "--world-size", "4"],
+        "--expert-parallel",
+    ),
+    "expert-parallel-compile": (
+        ["--model", "dsv3-tiny", "--expert-parallel", "2", "--compile", "inductor"],
+        "drop --compile",
+    ),
     "batch-of-ranks": (["--dry-run", "--world-size", "3"], "--batch"),
 }
 

@@ -146,8 +146,8 @@ EXPERT_RECIPES: dict[str, ExpertRecipe] = {
 }
 
 
-# A step of the grouped GEMM of MXFP8 is 128 deep, and reads scales a word of four at a time: groups of 32 would not save
-# a step, and cost the words.
+# A step of the grouped GEMM of MXFP8 is 128 deep, and reads scales a word of four at a time: groups of 32 would not
+# save a step, and cost the words.
 MXFP8_ALIGNMENT = 4 * mxfp8.BLOCK
 
 # Target -> whether all that a product needs is quantised in one launch, or each tensor by kernels of its own. A target
@@ -249,7 +249,7 @@ class ExpertPlan:
         self, left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype
     ) -> torch.Tensor:
         """Column codes of dY (M_pad,N) and of x (M_pad,K), in groups along the contraction -> (E,N,K)."""
-        operands, alignment = (left[0].t(), right[0], left[1], right[1], padded_offs), self.recipe.alignment
+        operands, alignment = (left[0].t(), right[0], left[1], right[1], padded_offs), self.alignment
         if self.recipe.scale_mode is not None:
             return grouped_mxfp8_mm(*operands, out_dtype=out_dtype, alignment=alignment)
         fast_accum = self.recipe.fast_accum_gradients
@@ -395,7 +395,7 @@ def fp8_grouped_mm(
                     "filter"
                 )
     if plan.recipe.unaligned_groups == "refuse":
-        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment or groups.MULTIPLE)
+        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment or plan.recipe.multiple)
     return _Float8GroupedMM.apply(x, offs, plan, torch.is_grad_enabled(), *weights)
 
 
@@ -596,8 +596,9 @@ class Router(nn.Module):
     """Scores of E experts a token, and the K best: DeepSeek-V3's (sigmoid, groups, balancing bias) or plain softmax.
 
     weight: (E,D). bias: (E,), a buffer: added to scores for the choice alone, never to weights, and moved by `balance`.
-    load: (E,), how many tokens chose each expert since the last `balance`; a recomputed forward pass counts again,
-    which changes no sign there. No linear that convert_to_float8 would see: it costs little and decides much.
+    load: (E,), how many tokens chose each expert since the last `balance`; a forward pass that is recomputed does not
+    count again where the policy keeps fp8stack::count_load (parallel.py). No linear that convert_to_float8 would see:
+    it costs little and decides much.
     """
 
     weight: nn.Parameter
@@ -635,7 +636,7 @@ class Router(nn.Module):
         if routing.normalise:
             weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + 1e-20)
         if self.training:
-            self.load += counted(chosen_TK, routing.experts)
+            _count_load(chosen_TK, self.load)
         return chosen_TK, weights_TK * routing.scale
 
     @torch.no_grad()
@@ -649,6 +650,12 @@ class Router(nn.Module):
         missing = self.load.sum() - self.load * len(self.load)  # to the mean, times E: exact, as load is an integer
         self.bias += rate * torch.sign(missing).to(self.bias.dtype)
         self.load.zero_()
+
+
+@torch.library.custom_op("fp8stack::count_load", mutates_args=("load",))
+def _count_load(chosen_TK: torch.Tensor, load: torch.Tensor) -> None:
+    """load (E,) += how often each expert was chosen. An op: a compiled block that is recomputed may not assign."""
+    load += counted(chosen_TK, load.shape[0])
 
 
 def choose(scores_TE: torch.Tensor, routing: Routing) -> torch.Tensor:

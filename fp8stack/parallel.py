@@ -30,7 +30,8 @@ ranks would hold more than others, or nothing.
 attention is kept, and every second of the block's linear GEMMs, in their order; the rest is recomputed. `GEMMS` names
 every spelling of a matrix product, high precision and FP8 alike, so a comparison of recipes recomputes the same
 products. A custom op hides what it calls, from the policy as from everything else: an FP8 product is `scaled_mm` of
-this package, and the `_scaled_mm` in it is invisible. Counting codes is never repeated, in either mode.
+this package, and the `_scaled_mm` in it is invisible. Counting codes, and tokens of experts, is never repeated, in
+either mode.
 
 **Counting GEMMs.** `GemmCounter` watches a step through torch's profiler, which sees ops inside custom ops too: an
 instrument that does not share the policy's blindness. It counts the outermost known product; a product that the policy
@@ -122,17 +123,22 @@ def join(device: str, expert_parallel: int = 1) -> World:
 def place(device: torch.device, expert_parallel: int, plays: str | None = None) -> World:
     """This rank's place in the process group that is there. ConfigError where the degree does not divide the ranks."""
     size = dist.get_world_size()
-    if size % expert_parallel:
-        raise ConfigError(
-            f"expert_parallel is {expert_parallel}, which does not divide {size} ranks; expected a divisor; correct "
-            "--expert-parallel"
-        )
+    check_degree(expert_parallel, size)
     shards = init_device_mesh(device.type, (size,), mesh_dim_names=("shards",))
     if expert_parallel == 1:
         return World(dist.get_rank(), size, device, shards, plays=plays)
     names = ("expert_shards", "experts")
     mesh = init_device_mesh(device.type, (size // expert_parallel, expert_parallel), mesh_dim_names=names)
     return World(dist.get_rank(), size, device, shards, mesh[names[0]], mesh[names[1]], plays)
+
+
+def check_degree(expert_parallel: int, ranks: int) -> None:
+    """ConfigError where the degree does not divide the ranks."""
+    if ranks % expert_parallel:
+        raise ConfigError(
+            f"expert_parallel is {expert_parallel}, which does not divide {ranks} ranks; expected a divisor; correct "
+            "--expert-parallel"
+        )
 
 
 def leave() -> None:
@@ -246,7 +252,7 @@ GEMMS: dict[str, str] = {
     },
 }
 # Ops that run once a step whatever is recomputed.
-ONCE = ("fp8stack::count_codes",)
+ONCE = ("fp8stack::count_codes", "fp8stack::count_load")
 
 _CHECKPOINTED, _RECOMPUTED = "fp8stack.checkpointed", "fp8stack.recomputed"
 

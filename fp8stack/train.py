@@ -519,7 +519,8 @@ def _text(config: TrainConfig) -> Text:
 
 
 def _check_shares(config: TrainConfig, ranks: int) -> None:
-    """Refuse a batch that ranks and microbatches do not divide."""
+    """Refuse a batch that ranks and microbatches do not divide, and ranks that expert parallelism does not."""
+    parallel.check_degree(config.expert_parallel, ranks)
     if config.batch % (ranks * config.accumulate):
         raise ConfigError(
             f"batch {config.batch} cannot be shared by {ranks} ranks in {config.accumulate} microbatches each; "

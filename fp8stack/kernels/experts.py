@@ -664,10 +664,10 @@ def _begin(op: str, w: torch.Tensor) -> str | None:
 )
 def _quantize_experts(w, fmt, pow2):
     target = _begin("quantize_experts", w)
-    if target is None:
-        return quantize_experts_reference(w, fmt, pow2)
     if target == "unfused":
         return unfused.experts(w, fmt, pow2)
+    if target is None:
+        return quantize_experts_reference(w, fmt, pow2)
     e, n, k = w.shape
     row = launch.config(rowwise.ROWWISE_CONFIGS, target, rowwise.size_class(k))
     codes, inverse_scale = rowwise.launch_rowwise(w.reshape(e * n, k), formats.get(fmt), pow2, row, target)
@@ -688,10 +688,10 @@ def _(w, fmt, pow2):
 )
 def _quantize_experts_transposed(w, fmt, pow2):
     target = _begin("quantize_experts_transposed", w)
-    if target is None:
-        return quantize_experts_transposed_reference(w, fmt, pow2)
     if target == "unfused":
         return unfused.experts_transposed(w, fmt, pow2)
+    if target is None:
+        return quantize_experts_transposed_reference(w, fmt, pow2)
     row = launch.config(TRANSPOSED_CONFIGS, target, size_class(w.shape[1]))
     return launch_transposed(w, formats.get(fmt), pow2, row, target)
 
@@ -710,10 +710,10 @@ def _(w, fmt, pow2):
 )
 def _quantize_experts_both(w, fmt, pow2):
     target = _begin("quantize_experts_both", w)
-    if target is None:
-        return quantize_experts_both_reference(w, fmt, pow2)
     if target == "unfused":
         return *unfused.experts(w, fmt, pow2), *unfused.experts_transposed(w, fmt, pow2)
+    if target is None:
+        return quantize_experts_both_reference(w, fmt, pow2)
     row = launch.config(BOTH_CONFIGS, target, column_maxima.width_class(w.shape[2], w.dtype))
     return launch_both(w, formats.get(fmt), pow2, row, target)
 

@@ -533,12 +533,14 @@ def test_codes_are_counted() -> None:
     padded = groups.padded_rows(rows, 8, 16)
     forward = [(rows, 64), (padded, 64), (rows, 48), (padded, 48), (8, 48, 64), (8, 48, 64), (8, 64, 48)]
     assert sorted(seen) == sorted(forward)
+    assert not bool(counter.totals[1].any())
     assert counter.take()[1] == 0
     seen.clear()
     y.sum().backward()
     # Gradients of y, gate and up; then weights turned.
     gradients = [(rows, 64), (padded, 64), *[(rows, 48), (padded, 48)] * 2]
     assert sorted(seen) == sorted([*gradients, (8, 64, 48), (8, 64, 48), (8, 48, 64)])
+    assert not bool(counter.totals[0].any())
     saturated, nan = counter.take()
     assert saturated > 0
     assert nan == 0

@@ -65,7 +65,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8stack import formats
 from fp8stack.formats import Format
-from fp8stack.kernels import groups, mxfp8
+from fp8stack.kernels import mxfp8
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
 from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, preferred_alignment, require_good_offs

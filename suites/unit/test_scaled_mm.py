@@ -501,7 +501,7 @@ def test_backend_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_granularity_by_name() -> None:
-    """One block along K: scales of rows by their shape, of blocks where one says so; a name that does not fit fails."""
+    """One block along K: scales of rows by their shape, of blocks for who says so; a name they do not tell fails."""
     a, b, inverse_a, inverse_b, left, right = operands("1x128 1x128", 5, 32, 96, "e4m3fn")
     expected = (left @ right).to(torch.float32)
     for name in (None, "row", "1x128 1x128"):

@@ -319,7 +319,10 @@ def op_plans(found: device.Detected) -> dict[str, moe.ExpertPlan]:
     choose(target)
     plans = {name: moe.ExpertPlan(recipe, fmt, target) for name, recipe in recipes.items()}
     each = replace(fast, alignment=preferred_alignment(target, fast_accum=True))
-    return plans | {"fp8 fast each": moe.ExpertPlan(each, fmt, target + " one read")}
+    plans["fp8 fast each"] = moe.ExpertPlan(each, fmt, target + " one read")
+    if fmt.name == "e4m3fn":  # MX formats are OCP's
+        plans["mxfp8"] = moe.ExpertPlan(moe.EXPERT_RECIPES["mxfp8"], fmt, target)
+    return plans
 
 
 def op_candidates(sets: Sequence[Operands], found: device.Detected) -> Iterator[Steps]:

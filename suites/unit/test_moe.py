@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import connection
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -735,13 +735,16 @@ def _rank(rank: int, size: int, folder: str) -> None:
     try:
         results = {}
         for recipe in EXPERT_PARALLEL_RECIPES:
-            found, x = _layer_and_tokens(recipe)
-            found.expert_parallel(dist.group.WORLD)
-            gradients = _train(found, x[:16] if rank == 0 else x[16:])
-            for name, gradient in gradients.items():
-                if name.startswith(("router", "shared")):
-                    dist.all_reduce(gradient)
-            results[recipe] = (gradients, found.router.load)
+            for cut in (True, False):
+                found, x = _layer_and_tokens(recipe)
+                if cut:
+                    found.expert_parallel(dist.group.WORLD)
+                gradients = _train(found, x[:16] if rank == 0 else x[16:])
+                everybodys = ("router", "shared") if cut else ("router", "shared", "experts")
+                for name, gradient in gradients.items():
+                    if name.startswith(everybodys):
+                        dist.all_reduce(gradient)
+                results[recipe, cut] = (gradients, found.router.load)
         torch.save(results, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -776,28 +779,57 @@ def test_ranks_end_together() -> None:
     assert not any(process.is_alive() for process in ranks)
 
 
-def test_expert_parallel(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], Any]]:
+    """What two ranks found, with uneven tokens: (recipe, whether experts were cut) -> gradients and load."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    _run([context.Process(target=_rank, args=(rank, 2, str(folder))) for rank in (0, 1)])
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, id=f"moe-norms-{recipe}") for recipe in EXPERT_PARALLEL_RECIPES]
+)
+def test_gradient_norms_of_one_rank_and_of_two(recipe: str, ranks: list[dict[tuple[str, bool], Any]]) -> None:
+    """World size 1, 2, and 2 with expert parallelism: the norm of every parameter's gradient, router included, agrees.
+
+    An expert's gradient at expert parallel 2 is held by one rank, whole; the others are sums over ranks.
+    """
+    found, x = _layer_and_tokens(recipe)
+    expected = _train(found, x)
+    parameters = [name for name, _ in found.named_parameters()]
+    assert "router.weight" in parameters
+    for cut in (False, True):
+        gradients = [rank[recipe, cut][0] for rank in ranks]
+        for name in parameters:
+            whole = gradients[0][name]
+            if cut and name.startswith("experts"):
+                whole = torch.cat([gradient[name] for gradient in gradients])
+            norm = float(whole.norm())
+            wanted = float(expected[name].norm())
+            assert norm == pytest.approx(wanted, rel=NORM), f"{recipe}, cut: {cut}: norm of {name}"
+
+
+def test_expert_parallel(ranks: list[dict[tuple[str, bool], Any]]) -> None:
     """Two ranks with half of the experts and uneven tokens give one process's outputs and gradients, a parameter each.
 
     An expert's gradient is the sum over the tokens of both ranks, neither more nor less: multiplied by the degree it
     would leave the loss curve as it is.
     """
-    context = multiprocessing.get_context("spawn")
-    _run([context.Process(target=_rank, args=(rank, 2, str(tmp_path))) for rank in (0, 1)])
-    both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for recipe in EXPERT_PARALLEL_RECIPES:
         found, x = _layer_and_tokens(recipe)
         expected = _train(found, x)
-        ranks, loads = zip(*(results[recipe] for results in both), strict=True)
+        both, loads = zip(*(results[recipe, True] for results in ranks), strict=True)
         assert (loads[0] + loads[1]).tolist() == found.router.load.tolist()
         for name in ("y", "x", "experts.w1", "experts.w2", "experts.w3"):
-            assert_bits_equal(expected[name], torch.cat([rank[name] for rank in ranks]), f"{recipe}: {name}")
+            assert_bits_equal(expected[name], torch.cat([rank[name] for rank in both]), f"{recipe}: {name}")
         summed = [name for name in expected if name.startswith(("router", "shared"))]
         assert len(summed) == 4
         for name in summed:
             norm = float(expected[name].norm())
-            assert float(ranks[0][name].norm()) == pytest.approx(norm, rel=NORM), f"{recipe}: norm of {name}"
-            apart = float((ranks[0][name] - expected[name]).norm()) / norm
+            assert float(both[0][name].norm()) == pytest.approx(norm, rel=NORM), f"{recipe}: norm of {name}"
+            apart = float((both[0][name] - expected[name]).norm()) / norm
             assert apart <= DISTANCE, f"{recipe}: {name} is {apart:.4f} of its norm apart"
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 240.0
+SECONDS = 480.0
 
 
 def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
@@ -82,18 +82,21 @@ def sizes_of(state: dict[str, Any]) -> dict[str, float]:
     return {name: float(tensor.double().square().sum()) for name, tensor in whole.items()}
 
 
-def save_once(rank: int, config: Any, folder: str) -> dict[str, float]:
-    """A checkpoint after the first step; `sizes_of` what is in it."""
+def save_once(rank: int, config: Any, folder: str) -> tuple[dict[str, float], list[float]]:
+    """A checkpoint after the first step; `sizes_of` what is in it, and this rank's balancing bias of layer 1."""
     from pathlib import Path
 
     from fp8stack.checkpoint import Checkpoints
     from fp8stack.train import Trainer
 
     trainer = Trainer(config)
-    found: dict[str, float] = {}
-    checkpoints = Checkpoints(Path(folder), keep=5)
-    trainer.run(lambda r: found.update(sizes_of(trainer.state())) if r.step == 1 else None, checkpoints, every=1)
-    return found
+    found: list[Any] = []
+
+    def look(record: Any) -> None:
+        found.extend([sizes_of(trainer.state()), trainer.model.layers[1].moe.router.bias.tolist()])
+
+    trainer.run(look, Checkpoints(Path(folder), keep=5), every=1)
+    return found[0], found[1]
 
 
 def read_and_write(rank: int, config: Any, folder: str, by_rows: bool) -> tuple[dict[str, float], tuple[int, ...]]:

@@ -95,13 +95,19 @@ def test_resume_with_experts(tmp_path: Path) -> None:
 
 
 def test_experts_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """What four ranks wrote, two and two of which share the experts, one rank reads: weights, moments and bias."""
-    config = dataclasses.replace(EXPERTS, steps=2, expert_parallel=2)
+    """What four ranks wrote, two and two of which share the experts, one rank reads: weights, moments and bias.
+
+    Every rank has the bias that one rank alone comes to, which takes the tokens of all.
+    """
+    config = dataclasses.replace(EXPERTS, steps=1, expert_parallel=2)
     answers = ranks.run_ranks(ranks.save_once, config, str(tmp_path), ranks=4)
     trainer = Trainer(dataclasses.replace(config, expert_parallel=1))
+    seen: list[list[float]] = []
+    trainer.run(lambda record: seen.append(trainer.model.layers[1].moe.router.bias.tolist()))
+    assert all(bias == seen[0] for _, bias in answers)
     trainer.restore(tmp_path / "step-00000001")
     found = ranks.sizes_of(trainer.state())
-    for written in answers:
+    for written, _ in answers:
         assert found == pytest.approx(written, rel=1e-12)
     assert found["model/layers.1.moe.router.bias"] > 0
     assert found["exp_avg/layers.1.moe.experts.w1"] > 0

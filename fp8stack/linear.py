@@ -200,10 +200,12 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     """What a linear of torch computes x in: autocast's dtype where it is on for the device of x, else that of x."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
+
+
+def _autocasts(x: torch.Tensor) -> bool:
+    # Not torch.amp.is_autocast_available, which torch.compile of 2.11 cannot trace. The meta device has no autocast.
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -212,10 +214,7 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     Around products alone: a compiled backward pass is traced where its forward pass began, and dynamo (torch 2.13)
     takes no other place for it.
     """
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:

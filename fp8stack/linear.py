@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from fp8stack import device as devices
 from fp8stack import formats
 from fp8stack.formats import Format
-from fp8stack.kernels import mxfp8
+from fp8stack.kernels import mxfp8, scaled_kernel
 from fp8stack.kernels.blockwise import quantize_blockwise
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.mxfp8 import quantize_mxfp8
@@ -648,6 +648,9 @@ def convert_to_float8(
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replacements[linear])
             converted.append(name)
+    emulated = scaled_by_bytes and detected.target.vendor != "cpu" and not scaled_kernel.scales_in_unit(plan.target)
+    if emulated and replacements:
+        notes["(linears)"] = f"E8M0 scales are emulated: {plan.target} has no matrix instruction that takes them"
     if not converted:
         stayed = "; ".join(f"{name} ({why})" for name, why in left.items())
         raise ValueError(

@@ -4,6 +4,8 @@
               of any size (a ratio to those of multiples of 16), and torchao's where it is installed
     choices   the ways to quantise what a product needs: in one launch (moe.ONE_LAUNCH), or each tensor by kernels of
               its own, both its codes from one read (moe.ONE_READ) or from two kernels
+    configs   launch configurations of the one launch (together.TOGETHER_CONFIGS), for what both passes of a product
+              need; not among the default
     layer     router, dispatch, experts, shared experts: FP8 against bf16, speed and peak memory, eager and compiled
     launches  kernels that quantise, and copies of weights and activations, in a layer's forward and backward pass, as
               torch's profiler counts them
@@ -63,6 +65,7 @@ Quantised = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch
 Step = Callable[[], tuple[torch.Tensor, ...]]  # forward and backward: the output, then gradients
 
 SECTIONS = ("op", "choices", "layer", "launches", "linear")
+EXTRA = ("configs",)  # only where asked for
 
 
 @dataclass(frozen=True)
@@ -398,21 +401,96 @@ def choose(target: str) -> None:
 def time_choices(shape: Shape, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:
     """What the product of two weights has quantised, forward and backward, in each of WAYS."""
     e, m, k, n = shape
-    plan, generator = op_plans(found)["fp8"], _generator(where)
+    plan = op_plans(found)["fp8"]
     choose(found.target.name)
+    passes, offs, moved = products(shape, where)
+    name = f"E{e} M{m} K{k} N{n}"
+    return [_choice(f"{name} {phase}", plan, given, offs, rounds, moved) for phase, given in passes.items()]
+
+
+def products(shape: Shape, where: torch.device) -> tuple[dict[str, list[Quantised]], torch.Tensor, int]:
+    """What the product of two weights has quantised in each pass, on enough operands; offs; bytes that are read."""
+    e, m, k, n = shape
+    generator = _generator(where)
     offs = kernels.random_ends((m, e), generator)
     moved = 4 * (m * k + 2 * e * n * k)
     sets = []
     for _ in range(timing.rotations(moved)):
         weights = [_normal(generator, e, n, k) for _ in range(2)]
         sets.append((_normal(generator, m, k), weights, [_normal(generator, m, n) for _ in range(2)]))
-    passes = {
+    passes: dict[str, list[Quantised]] = {
         "forward": [((x, *w), (x,), ()) for x, w, _ in sets],
         "forward, weights both ways": [((x, *w), (x,), w) for x, w, _ in sets],
         "backward": [(dy, dy, w) for _, w, dy in sets],
     }
-    name = f"E{e} M{m} K{k} N{n}"
-    return [_choice(f"{name} {phase}", plan, given, offs, rounds, moved) for phase, given in passes.items()]
+    return passes, offs, moved
+
+
+def together_configs() -> Iterator[together.TogetherConfig]:
+    """Configurations worth a try: a thread has 16 parts of 16 bytes; rows of 16 elements a thread, or twice that."""
+    tiles = {2: ((32, 256), (64, 128)), 4: ((64, 256), (32, 512)), 8: ((64, 512), (32, 1024), (128, 256))}
+    for warps, blocks in tiles.items():
+        for columns, rows in blocks:
+            for held, programs in (
+                (0, 12 // warps),
+                (1, 12 // warps),
+                (1, 16 // warps),
+                (1, 8 // warps),
+                (2, 8 // warps),
+            ):
+                block = 512 * warps
+                yield together.TogetherConfig(
+                    2048 // block or 1, max(block, 1024), columns, rows, 16, held, warps, programs, ""
+                )
+
+
+def config_name(row: together.TogetherConfig) -> str:
+    """A configuration's values in the order of its fields."""
+    return "/".join(str(value) for name, value in vars(row).items() if name != "measured")
+
+
+def _with_config(
+    row: together.TogetherConfig, plan: moe.ExpertPlan, given: Quantised, offs: torch.Tensor
+) -> list[torch.Tensor]:
+    recipe = plan.recipe
+    return together.launch_together(*given, offs, plan.fmt, recipe.pow2, recipe.alignment, row, plan.target)
+
+
+def time_configs(shape: Shape, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:
+    """Every configuration on what both passes quantise, against the table's; the fastest first."""
+    plan = op_plans(found)["fp8"]
+    table = together.TOGETHER_CONFIGS[found.target.name, colwise.size_class(shape[0])]
+    passes, offs, moved = products(shape, where)
+    e, m, k, n = shape
+    rows = []
+    for phase in ("forward", "backward"):
+        row = Row("configs", f"E{e} M{m} K{k} N{n} {phase}", "table")
+        given = passes[phase]
+        expected = _with_config(table, plan, given[0], offs)
+        right = {"table": table}
+        for config in together_configs():
+            name = config_name(config)
+            try:
+                same = zip(expected, _with_config(config, plan, given[0], offs), strict=True)
+                if all(torch.equal(left.view(torch.uint8), other.view(torch.uint8)) for left, other in same):
+                    right[name] = config
+                else:
+                    row.wrong[name] = "its bits are not those of the table's"
+            except RuntimeError as error:  # too many registers, too much shared memory
+                print(f"{name} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
+        timed = timing.measure(
+            [
+                timing.Candidate(name, [lambda x=x, c=c: _with_config(c, plan, x, offs) for x in given], moved)
+                for name, c in right.items()
+            ],
+            rounds,
+        )
+        for name in sorted(timed, key=lambda name: timed[name].median_ns):
+            row.speedup[name] = statistics.median(a / b for a, b in zip(timed["table"].ns, timed[name].ns, strict=True))
+            row.median_us[name], row.samples_ns[name] = timed[name].median_ns / 1e3, list(timed[name].ns)
+        rows.append(row)
+    _free()
+    return rows
 
 
 def _choice(
@@ -681,11 +759,12 @@ class Part:
     shape: tuple[int, ...] = ()
     name: str = ""
     compiled: bool = False
+    share: tuple[int, int] = (0, 1)  # of configurations, where several processes compile them
 
 
 def parts(only: Sequence[str], shapes: Sequence[Shape], layers: Sequence[str], eager: bool) -> list[Part]:
     """The work, in the order in which it is reported."""
-    found = [Part(section, shape) for section in ("op", "choices") if section in only for shape in shapes]
+    found = [Part(section, shape) for section in ("op", "choices", "configs") if section in only for shape in shapes]
     for name in layers:
         if "layer" in only:
             found += [Part("layer", name=name, compiled=True)] + ([Part("layer", name=name)] if eager else [])
@@ -714,6 +793,13 @@ def compile_part(part: Part, recipes: Sequence[str]) -> None:
                 way.quantise((x, w, w), (x,), (w, w), offs)
                 way.quantise((x, w, w), (x,), (), offs)
                 way.quantise((dy, dy), (dy, dy), (w, w), offs)
+        elif part.section == "configs":
+            e, _, k, n = part.shape
+            plan = op_plans(found)["fp8"]
+            passes, offs, _ = products((e, 32 * e, k, n), where)
+            for config in list(together_configs())[part.share[0] :: part.share[1]]:
+                for phase in ("forward", "backward"):
+                    _with_config(config, plan, passes[phase][0], offs)
         elif part.section in ("layer", "launches"):
             size = LAYERS[part.name]
             for fields in layer_kinds(part.compiled).values():
@@ -731,9 +817,10 @@ def compile_part(part: Part, recipes: Sequence[str]) -> None:
 
 def rows_of(part: Part, recipes: Sequence[str], found: device.Detected, where: torch.device, rounds: int) -> list[Row]:
     """The rows of a part."""
-    if part.section in ("op", "choices"):
+    if part.section in ("op", "choices", "configs"):
         e, m, k, n = part.shape
-        return (time_op if part.section == "op" else time_choices)((e, m, k, n), found, where, rounds)
+        time = {"op": time_op, "choices": time_choices, "configs": time_configs}[part.section]
+        return time((e, m, k, n), found, where, rounds)
     if part.section == "layer":
         return time_layer(part.name, part.compiled, found, where, rounds)
     if part.section == "launches":
@@ -779,8 +866,8 @@ def _shape(text: str) -> Shape:
 
 def _sections(text: str) -> list[str]:
     names = text.split(",")
-    if not set(names) <= set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"{text}: expected some of {', '.join(SECTIONS)}")
+    if not set(names) <= {*SECTIONS, *EXTRA}:
+        raise argparse.ArgumentTypeError(f"{text}: expected some of {', '.join((*SECTIONS, *EXTRA))}")
     return names
 
 
@@ -816,8 +903,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     work = parts(options.only, options.shape, options.layer, not options.no_eager)
     if options.jobs > 1:
-        # The choices' kernels are among the op's but for a few: a process each for the longest first.
-        order = sorted(work, key=lambda part: ("layer", "linear", "op", "launches", "choices").index(part.section))
+        # A process each for the longest first.
+        longest = ("layer", "linear", "op", "configs", "launches", "choices")
+        order = sorted(work, key=lambda part: longest.index(part.section))
+        order = [
+            replace(part, share=(n, count))
+            for part in order
+            for count in [options.jobs if part.section == "configs" else 1]
+            for n in range(count)
+        ]
         with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_part, order, [options.recipe] * len(order)))
     rows: list[Row] = []

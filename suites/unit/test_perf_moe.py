@@ -110,6 +110,32 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows("choices", shape=SHAPE)[0].wrong == {"each, two kernels": "its bits are not those of one launch"}
 
 
+def test_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations of the one launch, on what both passes quantise, the fastest first; wrong bits are named.
+
+    The launch is a stand-in, the reference; one configuration loses a code.
+    """
+    few = list(moe.together_configs())[:3]
+    for row in moe.together_configs():
+        assert row.columns * row.rows == 8 * row.parts * 32 * row.num_warps
+    monkeypatch.setattr(moe, "together_configs", lambda: iter(few))
+    reference = moe.together._quantize_together_parts_reference
+
+    def launch_together(rows, columns, weights, offs, fmt, pow2, alignment, row, target):
+        results = reference(rows, columns, weights, offs, fmt, pow2, alignment)
+        if row == few[1]:
+            results[0].view(torch.uint8)[0] = 0
+        return results
+
+    monkeypatch.setattr(moe.together, "launch_together", launch_together)
+    found = rows("configs", shape=SHAPE)
+    assert [row.case.split()[-1] for row in found] == ["forward", "backward"]
+    for row in found:
+        assert list(row.wrong) == [moe.config_name(few[1])]
+        assert set(row.speedup) == {"table", moe.config_name(few[0]), moe.config_name(few[2])}
+    assert moe.parts(["configs"], [SHAPE], [], False) == [moe.Part("configs", SHAPE)]
+
+
 @pytest.mark.parametrize("compiled", [pytest.param(True, id="compiled"), pytest.param(False, id="eager")])
 def test_layer(compiled: bool) -> None:
     """A layer in FP8 is right against its bf16 twin, of equal weights, router and shared experts included."""

@@ -186,6 +186,21 @@ def test_linear() -> None:
     assert row.below() == ["64->48 M32: rowwise is 0.600x bf16, bar 1.4"]
 
 
+def test_compiles_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What each process runs before anything is timed runs through, for every part; it names what does not."""
+    monkeypatch.setattr(moe, "this_gpu", lambda: CPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(moe, "_with_config", lambda *_: [])
+    every = [*moe.SECTIONS, *moe.EXTRA]
+    work = moe.parts(every, [SHAPE], ["dsv3"], True)
+    assert {part.section for part in work} == set(every)
+    for part in work:
+        moe.compile_part(part, ("rowwise",))
+    assert capsys.readouterr().err == ""
+    moe.compile_part(moe.Part("linear", (64, 48)), ("nothing",))
+    assert "recipe 'nothing' does not exist" in capsys.readouterr().err
+
+
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The command without a GPU says so; with one it writes what it measured, and --gate fails it below a bar."""
     assert moe.main(["--only", "linear"]) == 4

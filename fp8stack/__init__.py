@@ -5,7 +5,7 @@
     scaling.py   amax -> scale -> codes in plain torch: the specification
     kernels/     one family a file: reference, kernel, launcher
     linear.py    FP8 linear layers with their autograd, convert_to_float8
-    models.py    Llama 3 from one table of sizes
+    models.py    Llama 3 and DeepSeek-V3 from one table of sizes
     parallel.py  ranks, FSDP2, activation checkpointing, compile
     train.py     the trainer; config.py decides a run, data.py its tokens, metrics.py what a step reports
     _triton.py   the only module that imports triton; compiles for an arch that is not here

@@ -1,6 +1,6 @@
 """Two training runs side by side, for people: where their curves part, and which layer began it.
 
-    python -m fp8stack.compare RUN_A RUN_B [--nudged RUN ...]
+    python -m fp8stack.compare RUN_A RUN_B [--nudged RUN ...] [--unfused RUN]
 
 A run is a folder that `train --out` wrote. Shown are both losses at a few steps; by window of steps the largest
 relative difference beside the band, and the first step outside; the ratio of gradient norms a layer in the first
@@ -10,6 +10,10 @@ The band, with `--nudged` runs of A's configuration (`train --nudge 1`, 2, ...):
 relative difference of a nudged run to A, K = 10 below 5 runs, 5 below 10, else 3, and never below 5e-5. Without them,
 the limits between two formats on one machine: the mean of log(B / A) in each 20 steps at most 2e-3, the last 20 within
 5e-3.
+
+Speed is the median of tokens/s after the first 10 steps. With `--unfused`, a run with B's recipe and `--quantisation
+unfused`, and A in bf16, the share of the gap that the kernels recover: (B - unfused) / (A - unfused) in tokens/s. 0: no
+faster than a chain of plain operators; 1: as fast as bf16; beyond it: faster.
 
 This is for reading. The gate of a CI is `fp8ci`, which judges against recorded baselines.
 Exit codes: 0 inside the band, 1 outside, 2 a run that cannot be read.
@@ -21,8 +25,9 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,9 @@ FLOOR = 5e-5
 PAIRED_WINDOW, PAIRED_TAIL = 2e-3, 5e-3
 # A gradient norm that differs by more is marked: harmless changes stay below 3e-4 in the first step.
 GRADIENT_MARK = 2e-3
+# Steps that compile and warm up, and the share of the gap that was published for such kernels.
+WARM_STEPS = 10
+PUBLISHED_SHARE = "DeepSeek-V3 671B, 4 MoE layers, 8 x MI325X: 89 %"
 
 
 class RunError(ValueError):
@@ -40,17 +48,24 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a folder holds: losses and gradient norms by step, and run.json."""
+    """What a folder holds: losses, gradient norms and tokens a second by step, and run.json."""
 
     folder: Path
     loss: dict[int, float]
     grad_norm: dict[int, float]
     told: dict[str, Any]
+    rate: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def tokens_a_second(self) -> float | None:
+        """The median after the first WARM_STEPS of the run, or None without such a step."""
+        warm = [rate for step, rate in self.rate.items() if step >= min(self.rate) + WARM_STEPS]
+        return statistics.median(warm) if warm else None
 
 
 def read_run(folder: Path) -> Run:
     """Read a folder that train --out wrote; a line that a kill cut off is left out. Raises RunError."""
-    loss, norm = {}, {}
+    loss, norm, rate = {}, {}, {}
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -63,11 +78,13 @@ def read_run(folder: Path) -> Run:
                 raise
             loss[int(record["step"])] = float(record["loss"])
             norm[int(record["step"])] = float(record["grad_norm"])
+            if "tokens_a_second" in record:
+                rate[int(record["step"])] = float(record["tokens_a_second"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder} cannot be read ({error}); expected a folder that train --out wrote") from None
     if not loss:
         raise RunError(f"{folder} holds no step; expected a run of at least one; train longer")
-    return Run(folder, loss, norm, told)
+    return Run(folder, loss, norm, told, rate)
 
 
 @dataclass(frozen=True)
@@ -170,7 +187,30 @@ def layer_of(name: str) -> str:
     return numbered[0] if numbered else name.split(".")[0]
 
 
-def report(a: Run, b: Run, nudged: list[Run]) -> tuple[str, bool]:
+def gap_recovered(bf16: Run, unfused: Run, fused: Run) -> float | None:
+    """(fused - unfused) / (bf16 - unfused) in tokens/s; None where a speed is missing or unfused is not the slower."""
+    fast, slow, mine = (run.tokens_a_second for run in (bf16, unfused, fused))
+    if fast is None or slow is None or mine is None or slow >= fast:
+        return None
+    return (mine - slow) / (fast - slow)
+
+
+def _speed(a: Run, b: Run, unfused: Run | None) -> list[str]:
+    """Lines about tokens/s."""
+    lines = ["", f"tokens/s, median after {WARM_STEPS} steps"]
+    for label, run in (("A", a), ("B", b), ("unfused", unfused)):
+        if run is not None:
+            speed, base = run.tokens_a_second, a.tokens_a_second
+            ratio = f"{speed / base - 1:>+12.1%} against A" if speed and base and run is not a else ""
+            lines.append(f"  {label:20}" + ("none: too few steps" if speed is None else f"{speed:>12,.1f}{ratio}"))
+    if unfused is not None:
+        share = gap_recovered(a, unfused, b)
+        told = "none: unfused is not slower than A" if share is None else f"{share:.1%}"
+        lines.append(f"share of the gap recovered: {told}  (published: {PUBLISHED_SHARE})")
+    return lines
+
+
+def report(a: Run, b: Run, nudged: list[Run], unfused: Run | None = None) -> tuple[str, bool]:
     """The text for people, and whether every window is inside its band."""
     lines = [
         f"{label}: {run.folder}  {run.told.get('recipe')} {run.told.get('format')} on {run.told.get('arch')}, "
@@ -210,7 +250,22 @@ def report(a: Run, b: Run, nudged: list[Run]) -> tuple[str, bool]:
         if one or other:
             lines += ["", f"saturated codes by layer, step {step}", f"  {'':20}{'A':>12}{'B':>12}"]
             lines += [f"  {layer:20}{one.get(layer, 0):>12,}{other.get(layer, 0):>12,}" for layer in {**one, **other}]
-    return "\n".join(lines), not outside
+    return "\n".join([*lines, *_speed(a, b, unfused)]), not outside
+
+
+def _check_unfused(a: Run, b: Run, unfused: Run) -> None:
+    """Refuse runs of which the share of the gap would say nothing."""
+    for run, key, expected in (
+        (a, "recipe", "bf16"),
+        (b, "quantisation", "fused"),
+        (unfused, "quantisation", "unfused"),
+        (unfused, "config_hash", b.told.get("config_hash")),
+    ):
+        if run.told.get(key) != expected:
+            raise RunError(
+                f"--unfused: {run.folder} has {key} {run.told.get(key)}; expected {expected}: A in bf16, B in FP8 and "
+                "the same as B with --quantisation unfused; choose such runs"
+            )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -223,13 +278,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="folder of the reference run (train --out)")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="folder of the other run")
     parser.add_argument("--nudged", type=Path, nargs="+", default=[], metavar="RUN", help="nudged runs of A: the band")
+    parser.add_argument(
+        "--unfused", type=Path, metavar="RUN", help="B's recipe with --quantisation unfused: share of the gap recovered"
+    )
     arguments = parser.parse_args(argv)
     try:
         a, b, *nudged = (read_run(folder) for folder in (arguments.run_a, arguments.run_b, *arguments.nudged))
         odd = [run.folder for run in nudged if run.told.get("config_hash") != a.told.get("config_hash")]
         if odd:
             raise RunError(f"--nudged {odd[0]} is of another configuration than {a.folder}; expected runs of the same")
-        text, inside = report(a, b, nudged)
+        unfused = read_run(arguments.unfused) if arguments.unfused is not None else None
+        if unfused is not None:
+            _check_unfused(a, b, unfused)
+        text, inside = report(a, b, nudged, unfused)
     except RunError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

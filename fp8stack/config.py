@@ -25,10 +25,11 @@ from typing import Any
 
 from fp8stack.data import GENERATOR_VERSION, SYNTHETIC, TOKEN_BYTES
 from fp8stack.linear import RECIPES
-from fp8stack.models import MODELS, Llama, model_named
+from fp8stack.models import MODELS, Sizes, model_named
 
 BF16 = "bf16"
 RECOMPUTE = ("none", "full", "selective")
+QUANTISATIONS = ("fused", "unfused")
 COMPILERS = ("none", "inductor", "aot_eager")
 _MEGABYTE = 1 << 20
 
@@ -69,11 +70,18 @@ class TrainConfig:
     data: str = _option(SYNTHETIC, f"{SYNTHETIC}, or a file of raw little-endian token ids", hashed=IF_SET)
     data_dtype: str = _option("uint16", f"of the ids in that file: {', '.join(TOKEN_BYTES)}", hashed=IF_SET)
     init_from: str = _option("", "folder of safetensors with Hugging Face names to start from", hashed=IF_SET)
+    balance_rate: float = _option(1e-3, "how far a step moves the balancing bias of experts", hashed=IF_SET)
     deterministic: bool = _option(True, "the same bits in every run on one machine", hashed=IF_SET)
     # ---- not in the hash
     nudge: int = _option(0, "which harmless change of the initial weights; 0: none", hashed=NEVER)
     device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=NEVER)
+    expert_parallel: int = _option(1, "ranks that share the experts of a layer between them", hashed=NEVER)
     recompute: str = _option("none", f"activation checkpointing: {', '.join(RECOMPUTE)}", hashed=NEVER)
+    quantisation: str = _option(
+        "fused",
+        f"by kernels, or by chains of plain operators to compare with: {', '.join(QUANTISATIONS)}",
+        hashed=NEVER,
+    )
     workers: int = _option(0, "processes that read data ahead; 0: this one reads it", hashed=NEVER)
     code_counts: bool = _option(True, "count saturated and NaN codes, which reads every code again", hashed=NEVER)
     digests: bool = _option(True, "gradient digests of the first three steps", hashed=NEVER)
@@ -86,6 +94,7 @@ class TrainConfig:
             ("schedule", _SCHEDULES),
             ("compile", COMPILERS),
             ("recompute", RECOMPUTE),
+            ("quantisation", QUANTISATIONS),
             ("data_dtype", TOKEN_BYTES),
         ):
             if getattr(self, name) not in known:
@@ -98,6 +107,7 @@ class TrainConfig:
             ("batch", 1),
             ("seq", 1),
             ("accumulate", 1),
+            ("expert_parallel", 1),
             ("warmup", 0),
             ("nudge", 0),
             ("seed", 0),
@@ -115,6 +125,7 @@ class TrainConfig:
             ("eps", 0.0, 1.0),
             ("weight_decay", 0.0, 1e3),
             ("clip", 1e-9, 1e9),
+            ("balance_rate", 0.0, 1.0),
         ):
             value = getattr(self, name)
             if not (isinstance(value, float | int) and low <= value <= high):  # written so that NaN is refused
@@ -122,14 +133,34 @@ class TrainConfig:
                 raise ConfigError(
                     f"{name} is {value!r}; expected a number from {low:g} to {high:g}; correct --{option}"
                 )
-        depth = model_named(self.model).layers
-        if self.layers > depth:
+        size = model_named(self.model)
+        if self.layers > size.layers:
             raise ConfigError(
-                f"layers is {self.layers}; model '{self.model}' has {depth}, and --layers only trims; lower --layers"
+                f"layers is {self.layers}; model '{self.model}' has {size.layers}, and --layers only trims; lower "
+                "--layers"
+            )
+        if self.expert_parallel > 1:
+            self._check_expert_parallel(size)
+
+    def _check_expert_parallel(self, size: Sizes) -> None:
+        if not size.experts:
+            raise ConfigError(
+                f"expert_parallel is {self.expert_parallel} and model '{self.model}' has no experts; expected 1 there; "
+                "drop --expert-parallel"
+            )
+        if size.experts % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel is {self.expert_parallel}, which does not divide the {size.experts} experts of model "
+                f"'{self.model}'; expected a divisor; correct --expert-parallel"
+            )
+        if self.compile != "none":
+            raise ConfigError(
+                f"compile is {self.compile} with expert_parallel {self.expert_parallel}: how many rows a rank receives "
+                "is read on the host, which no full graph can hold; expected one or the other; drop --compile"
             )
 
     @property
-    def size(self) -> Llama:
+    def size(self) -> Sizes:
         """The sizes of the model, trimmed to `layers`."""
         size = model_named(self.model)
         return dataclasses.replace(size, layers=self.layers) if self.layers else size

@@ -11,7 +11,11 @@ runs of 2 and 4 ranks counts and bytes are equal (suites/unit/test_dryrun.py).
     peak rates     of --device-name, or null and why
 
 Blocks repeat. A model of more than `_WHOLE` is run with `_SHORT` and `_SHORT` + 1 blocks, and the difference is added
-for each further one: exact for counts, bytes and every class of memory that grows with depth.
+for each further one: exact for counts, bytes and every class of memory that grows with depth. Of a model with experts
+the further ones are blocks of experts: `_SHORT` holds its dense ones and at least one of those.
+
+Experts are assumed to be chosen equally often, so that every rank sends and receives the rows of its own tokens. A real
+router's ranks receive more or fewer; over all ranks the bytes are these.
 
 The device's arithmetic is played: on a CPU the model writes attention out in float64 (models.py); for a GPU's name it
 takes the GPU's path.
@@ -19,10 +23,8 @@ takes the GPU's path.
 **Simulated, not measured:** with a topology file, step time and weak scaling (tokens a rank constant). A collective
 over n ranks takes log2(n) latencies and moves (n-1)/n of its bytes (twice that for an all-reduce), at the rate of a
 node's links within a node, of the network beyond. Communication hides behind computation except for the first unit's.
-No contention, no stragglers, no congestion: an upper bound of the speed, good for comparing plans.
-
-Where experts come in: their all-to-all is a collective like the others and needs nothing here; unlike blocks (dense
-ones before experts) need a `_SHORT` that holds one of each.
+No contention, no stragglers, no congestion: an upper bound of the speed, good for comparing plans. The degree of expert
+parallelism stays; of a cluster with fewer GPUs than that there is no row.
 """
 
 from __future__ import annotations
@@ -39,13 +41,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack import linear
 from fp8stack.config import ConfigError, TrainConfig
 from fp8stack.data import SYNTHETIC
-from fp8stack.parallel import World
+from fp8stack.parallel import World, place
 from fp8stack.utilisation import Peaks, flops_a_token, peaks_of
 
 _WHOLE, _SHORT = 8, 4
@@ -126,11 +127,11 @@ def measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> M
     size = config.size.layers
     if size <= _WHOLE:
         return _measure(config, ranks, device_type, make)
+    few = max(_SHORT, config.size.dense_layers + 2) if config.size.experts else _SHORT
     short, longer = (
-        _measure(dataclasses.replace(config, layers=layers), ranks, device_type, make)
-        for layers in (_SHORT, _SHORT + 1)
+        _measure(dataclasses.replace(config, layers=layers), ranks, device_type, make) for layers in (few, few + 1)
     )
-    return short.extended(longer, size - _SHORT - 1)
+    return short.extended(longer, size - few - 1)
 
 
 def _measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> Measured:
@@ -142,8 +143,7 @@ def _measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> 
         raise ConfigError("--dry-run needs a process of its own; expected no process group; start it without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shards",))
-        world = World(0, ranks, torch.device("cpu"), mesh, plays=device_type)
+        world = place(torch.device("cpu"), config.expert_parallel, plays=device_type)
         recorder = CollectiveRecorder()
         with FakeTensorMode(allow_non_fake_inputs=True), linear.playing(device_type):
             step, model, optimiser = make(config, world)
@@ -223,7 +223,13 @@ def read_topology(file: Path) -> Topology:
 
 
 def weak_scaling(
-    measured: Measured, ranks: int, compute_seconds: float, units: int, tokens: int, topology: Topology
+    measured: Measured,
+    ranks: int,
+    expert_parallel: int,
+    compute_seconds: float,
+    units: int,
+    tokens: int,
+    topology: Topology,
 ) -> list[dict[str, float]]:
     """Simulated step times from 8 to 4,096 GPUs with the tokens a rank of `measured`; see the header.
 
@@ -232,8 +238,11 @@ def weak_scaling(
     rows: list[dict[str, float]] = []
     compute = compute_seconds / topology.compute_efficiency
     for gpus in (8 << n for n in range(10)):
+        if gpus < expert_parallel:
+            continue
+        # Rows are exchanged within the degree, whatever the number of GPUs; every other group grows with it.
         communication = sum(
-            count * topology.seconds(op, gpus if group == ranks else group, size // max(1, count))
+            count * topology.seconds(op, group if op == "all-to-all" else group * gpus // ranks, size // max(1, count))
             for (op, group), (count, size) in measured.collectives.items()
         )
         step = max(compute, communication) + communication / units / 2
@@ -258,6 +267,7 @@ def dry_run(
         "recipe": config.recipe,
         "config_hash": config.hash,
         "ranks": ranks,
+        "expert_parallel": config.expert_parallel,
         "layers": config.size.layers,
         "parameters": config.size.parameters,
         "tokens_a_step": config.batch * config.seq,
@@ -281,16 +291,19 @@ def dry_run(
         seconds = tokens * (flops.bf16 / (peaks.bf16_tflops * 1e12) + flops.fp8 / fp8)
         report["simulated"] = {
             "topology": str(topology_file),
-            "weak_scaling": weak_scaling(measured, ranks, seconds, config.size.layers + 2, tokens, topology),
+            "weak_scaling": weak_scaling(
+                measured, ranks, config.expert_parallel, seconds, config.size.layers + 2, tokens, topology
+            ),
         }
     return report
 
 
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
+    degree = report["expert_parallel"]
     lines = [
-        f"{report['model']}, {report['layers']} layers, {report['recipe']}, {report['ranks']} ranks "
-        "(dry run: one rank, on fake tensors)",
+        f"{report['model']}, {report['layers']} layers, {report['recipe']}, {report['ranks']} ranks"
+        f"{f', experts over {degree}' if degree > 1 else ''} (dry run: one rank, on fake tensors)",
         f"parameters           {report['parameters']:,}",
         f"tokens a step        {report['tokens_a_step']:,}",
         f"FLOPs a token        {report['flops_a_token']:,.0f}, of which in FP8 {report['flops_a_token_fp8']:,.0f}",

@@ -59,14 +59,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from fp8stack import formats
 from fp8stack.formats import Format
-from fp8stack.kernels import groups, mxfp8
+from fp8stack.kernels import mxfp8
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
-from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, require_good_offs
+from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, preferred_alignment, require_good_offs
 from fp8stack.kernels.grouped_mxfp8 import grouped_mxfp8_mm, padded_groups
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
@@ -90,7 +92,8 @@ class ExpertRecipe:
     name: what they really run. grad_weight: whether in FP8; else in the activations' dtype. pow2: scales are powers of
     two. fast_accum: of the forward GEMM. fast_accum_gradients: of the GEMMs of both gradients. unaligned_groups: `pad`
     takes any group sizes, as the quantisers pad; `refuse` raises for a group that is no multiple of `alignment`, and
-    waits for the device to do so. alignment: what groups are padded to along the contraction. saved_input,
+    waits for the device to do so. alignment: what groups are padded to along the contraction; None: to what is fastest
+    on the target (grouped_gemm.preferred_alignment), while `refuse` asks for multiples of 16. saved_input,
     saved_weight: what is kept for the backward pass (see the header). scale_mode: how mxfp8 rounds its scales
     (mxfp8.py), None for the others.
     """
@@ -101,7 +104,7 @@ class ExpertRecipe:
     fast_accum: bool = True
     fast_accum_gradients: bool = False
     unaligned_groups: Literal["pad", "refuse"] = "pad"
-    alignment: int = groups.MULTIPLE
+    alignment: int | None = None
     saved_input: Literal["codes", "input"] = "codes"
     saved_weight: Literal["codes", "weight"] = "weight"
     scale_mode: str | None = None
@@ -119,9 +122,10 @@ class ExpertRecipe:
         for name in ("grad_weight", "pow2", "fast_accum", "fast_accum_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False; correct the recipe")
-        if type(self.alignment) is not int or self.alignment < self.multiple or self.alignment % self.multiple:
+        given = self.alignment
+        if given is not None and (type(given) is not int or given < self.multiple or given % self.multiple):
             raise ValueError(
-                f"alignment is {self.alignment!r}; expected a multiple of {self.multiple}; correct the recipe"
+                f"alignment is {given!r}; expected None or a multiple of {self.multiple}; correct the recipe"
             )
 
     @property
@@ -138,11 +142,13 @@ EXPERT_RECIPES: dict[str, ExpertRecipe] = {
     "tensorwise": ExpertRecipe("rowwise", grad_weight=True),
     "rowwise": ExpertRecipe("rowwise", grad_weight=True),
     "rowwise_with_gw_hp": ExpertRecipe("rowwise_with_gw_hp", grad_weight=False, saved_input="input"),
-    # A step of the grouped GEMM is 128 deep, and reads scales a word of four at a time: groups of 32 would not save a
-    # step, and cost the words.
-    "mxfp8": ExpertRecipe("mxfp8", grad_weight=True, alignment=4 * mxfp8.BLOCK, scale_mode="rceil"),
+    "mxfp8": ExpertRecipe("mxfp8", grad_weight=True, scale_mode="rceil"),
 }
 
+
+# A step of the grouped GEMM of MXFP8 is 128 deep, and reads scales a word of four at a time: groups of 32 would not
+# save a step, and cost the words.
+MXFP8_ALIGNMENT = 4 * mxfp8.BLOCK
 
 # Target -> whether all that a product needs is quantised in one launch, or each tensor by kernels of its own. A target
 # that is not listed takes one launch. Not measured yet: `python -m suites.perf.moe` times both.
@@ -155,12 +161,25 @@ ONE_READ: dict[tuple[str, str], bool] = {}
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for."""
+    """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for.
+
+    backward: the codes belong to the backward pass, which has a count of its own.
+    """
 
     recipe: ExpertRecipe
     fmt: Format
     target: str = ""
     counter: CodeCounter | None = field(default=None, compare=False)
+    backward: bool = False
+
+    @property
+    def alignment(self) -> int:
+        """What groups are padded to along the contraction."""
+        if self.recipe.alignment is not None:
+            return self.recipe.alignment
+        if self.recipe.scale_mode is not None:
+            return MXFP8_ALIGNMENT
+        return preferred_alignment(self.target, self.recipe.fast_accum_gradients)
 
     def quantise(
         self,
@@ -180,7 +199,7 @@ class ExpertPlan:
         fits = len(rows) <= MOST_ROWS and len(columns) <= MOST_COLUMNS and len(weights) <= MOST_WEIGHTS
         fits = fits and len({w.shape for w in weights}) <= 1
         if fits and ONE_LAUNCH.get(self.target, True):
-            found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.recipe.alignment)
+            found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.alignment)
         else:
             found = self._quantise_each(rows, columns, weights, offs)
         return self._counted(found)
@@ -188,7 +207,7 @@ class ExpertPlan:
     def _counted(self, found: Together) -> Together:
         if self.counter is not None:
             for codes, _ in (*found.rows, *found.columns, *found.weights):
-                self.counter.observe(codes, self.fmt)
+                self.counter.observe(codes, self.fmt, self.backward)
         return found
 
     def _quantise_mxfp8(
@@ -209,7 +228,7 @@ class ExpertPlan:
             codes, scales = mxfp8.quantize_mxfp8(x.reshape(-1, x.shape[-1]), self.fmt, mode, dim=1)
             of_rows.append((codes.view(x.shape), scales.view(*x.shape[:-1], -1)))
         for x in columns:
-            padded, padded_offs = padded_groups(x, offs, self.recipe.alignment)
+            padded, padded_offs = padded_groups(x, offs, self.alignment)
             of_columns.append(mxfp8.quantize_mxfp8(padded, self.fmt, mode, dim=0))
         for w in weights:
             e, n, k = w.shape
@@ -230,7 +249,7 @@ class ExpertPlan:
         self, left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype
     ) -> torch.Tensor:
         """Column codes of dY (M_pad,N) and of x (M_pad,K), in groups along the contraction -> (E,N,K)."""
-        operands, alignment = (left[0].t(), right[0], left[1], right[1], padded_offs), self.recipe.alignment
+        operands, alignment = (left[0].t(), right[0], left[1], right[1], padded_offs), self.alignment
         if self.recipe.scale_mode is not None:
             return grouped_mxfp8_mm(*operands, out_dtype=out_dtype, alignment=alignment)
         fast_accum = self.recipe.fast_accum_gradients
@@ -244,7 +263,7 @@ class ExpertPlan:
         offs: torch.Tensor,
     ) -> Together:
         """As quantise. A tensor that is wanted both ways is read once where ONE_READ says so."""
-        fmt, pow2, alignment = self.fmt, self.recipe.pow2, self.recipe.alignment
+        fmt, pow2, alignment = self.fmt, self.recipe.pow2, self.alignment
         one_read = {what: ONE_READ.get((self.target, what), True) for what in ("tokens", "weights")}
         of_rows: list[Codes | None] = [None] * len(rows)
         of_columns: list[Codes] = []
@@ -313,7 +332,7 @@ class _Float8GroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan: ExpertPlan = ctx.plan
+        plan: ExpertPlan = replace(ctx.plan, backward=True)
         recipe = plan.recipe
         need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         offs, *saved = ctx.saved_tensors
@@ -376,7 +395,7 @@ def fp8_grouped_mm(
                     "filter"
                 )
     if plan.recipe.unaligned_groups == "refuse":
-        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment)
+        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment or plan.recipe.multiple)
     return _Float8GroupedMM.apply(x, offs, plan, torch.is_grad_enabled(), *weights)
 
 
@@ -434,16 +453,15 @@ def swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast computes in on the device of x; None where it is off, or unknown, as on the meta device."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Not torch.amp.is_autocast_available, which torch.compile of 2.11 cannot trace.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 class GroupedExperts(Convertible):
@@ -469,7 +487,7 @@ class GroupedExperts(Convertible):
         Under autocast in its dtype, as a linear of torch.
         """
         rows_RD = rows_RD.to(_autocast_dtype(rows_RD) or rows_RD.dtype)
-        w1, w2, w3 = (weight.to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (_held(weight).to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
         if self.plan is None:
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
             (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
@@ -519,6 +537,11 @@ class GroupedExperts(Convertible):
         experts, ffn, dim = self.w1.shape
         recipe = "high precision" if self.plan is None else f"{self.plan.recipe.name}, {self.plan.fmt.name}"
         return f"experts={experts}, dim={dim}, ffn={ffn}, {recipe}"
+
+
+def _held(weight: torch.Tensor) -> torch.Tensor:
+    """Under expert parallelism a weight knows that it is part of a whole (parallel.py); here its own experts count."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class GatedMLP(nn.Module):
@@ -573,8 +596,9 @@ class Router(nn.Module):
     """Scores of E experts a token, and the K best: DeepSeek-V3's (sigmoid, groups, balancing bias) or plain softmax.
 
     weight: (E,D). bias: (E,), a buffer: added to scores for the choice alone, never to weights, and moved by `balance`.
-    load: (E,), how many tokens chose each expert since the last `balance`; a recomputed forward pass counts again,
-    which changes no sign there. No linear that convert_to_float8 would see: it costs little and decides much.
+    load: (E,), how many tokens chose each expert since the last `balance`; a forward pass that is recomputed does not
+    count again where the policy keeps fp8stack::count_load (parallel.py). No linear that convert_to_float8 would see:
+    it costs little and decides much.
     """
 
     weight: nn.Parameter
@@ -612,7 +636,7 @@ class Router(nn.Module):
         if routing.normalise:
             weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + 1e-20)
         if self.training:
-            self.load += counted(chosen_TK, routing.experts)
+            _count_load(chosen_TK, self.load)
         return chosen_TK, weights_TK * routing.scale
 
     @torch.no_grad()
@@ -623,9 +647,15 @@ class Router(nn.Module):
         """
         if group is not None:
             dist.all_reduce(self.load, group=group)
-        load = self.load.to(self.bias.dtype)
-        self.bias += rate * torch.sign(load.mean() - load)
+        missing = self.load.sum() - self.load * len(self.load)  # to the mean, times E: exact, as load is an integer
+        self.bias += rate * torch.sign(missing).to(self.bias.dtype)
         self.load.zero_()
+
+
+@torch.library.custom_op("fp8stack::count_load", mutates_args=("load",))
+def _count_load(chosen_TK: torch.Tensor, load: torch.Tensor) -> None:
+    """load (E,) += how often each expert was chosen. An op: a compiled block that is recomputed may not assign."""
+    load += counted(chosen_TK, load.shape[0])
 
 
 def choose(scores_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -784,8 +814,7 @@ def exchanged_experts(
         )
     theirs = torch.empty_like(counts_E)
     dist.all_to_all_single(theirs, counts_E, group=group)
-    by_rank = torch.stack([counts_E.view(size, -1).sum(1), theirs.view(size, -1).sum(1)]).tolist()
-    sent, received = by_rank
+    sent, received = _rows_by_rank(counts_E.view(size, -1), theirs.view(size, -1), len(rows_RD))
     used = sum(sent)
     arrived = _Exchange.apply(rows_RD[:used], sent, received, group)
 
@@ -796,6 +825,16 @@ def exchanged_experts(
     y_RD = experts(dispatch(arrived, order), order.offs_E)
     returned = _Exchange.apply(_Reorder.apply(y_RD, order.inverse_R, order.order_R), received, sent, group)
     return torch.cat([returned, returned.new_zeros(len(rows_RD) - used, returned.shape[1])])
+
+
+def _rows_by_rank(mine: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank and come from it; in a dry run, whose numbers nobody knows, equal shares."""
+    if isinstance(mine, FakeTensor):
+        size = len(mine)
+        shares = [(rank + 1) * rows // size - rank * rows // size for rank in range(size)]
+        return shares, shares
+    sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+    return sent, received
 
 
 class _Reorder(torch.autograd.Function):

@@ -15,11 +15,23 @@ float32: the loss is already divided by the tokens of all ranks. The one excepti
 as float32, because torch's CPU kernel adds the gradients of a repeated token one by one, in the weight's dtype.
 No input of a unit is cast: rotary tables are float32 on purpose.
 
+**Expert parallelism.** Of a degree N, N neighbouring ranks hold a layer's experts between them and send each other
+tokens (moe.py). The same ranks in another mesh: ranks / N groups of N. Experts are one unit more of a block, sharded
+over the ranks that hold the same ones; a parameter of theirs is a DTensor over both dimensions of that mesh, so
+checkpoints, digests and weights see the whole one. **Their gradients need no factor**: a rank's gradient of an expert
+is the sum over the tokens of its N ranks, what is reduced is the sum over the rest, and every loss is divided by the
+tokens of all. Whoever averages instead divides by ranks / N where the rest of the model divides by ranks, and the
+gradients of experts come out N times too large, which no loss curve shows (AdamW divides by their size).
+
+Rows of an expert's weight are sharded, not experts, where ranks divide the rows and not the experts: otherwise some
+ranks would hold more than others, or nothing.
+
 **Activation checkpointing.** `full` recomputes a block's forward in its backward pass. `selective` decides op by op:
 attention is kept, and every second of the block's linear GEMMs, in their order; the rest is recomputed. `GEMMS` names
 every spelling of a matrix product, high precision and FP8 alike, so a comparison of recipes recomputes the same
 products. A custom op hides what it calls, from the policy as from everything else: an FP8 product is `scaled_mm` of
-this package, and the `_scaled_mm` in it is invisible. Counting codes is never repeated, in either mode.
+this package, and the `_scaled_mm` in it is invisible. Counting codes, and tokens of experts, is never repeated, in
+either mode.
 
 **Counting GEMMs.** `GemmCounter` watches a step through torch's profiler, which sees ops inside custom ops too: an
 instrument that does not share the policy's blindness. It counts the outermost known product; a product that the policy
@@ -28,14 +40,13 @@ did not see, or an op that looks like one and is not in `GEMMS`, is an error.
 **Compile.** Each block's forward, as one graph (fullgraph, static shapes). `Compiler.graphs` counts what was compiled;
 a graph beyond the first step's is a recompile.
 
-Where experts come in: `join` makes their mesh, `shard` shards them over it before their block, `GEMMS` names their
-grouped products (already there).
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import logging
 import os
 import re
 import warnings
@@ -49,11 +60,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8stack.config import ConfigError
 from fp8stack.models import Transformer
+from fp8stack.moe import MoE
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
@@ -61,13 +74,17 @@ from fp8stack.models import Transformer
 class World:
     """The ranks of a run and this one's place among them.
 
-    shards: the mesh that parameters are sharded over. plays: of a dry run, the device type whose path it takes.
+    shards: the mesh that parameters are sharded over. Under expert parallelism, else None: expert_shards, the ranks
+    that hold the same experts as this one; experts, those that hold them all between them. plays: of a dry run, the
+    device type whose path it takes.
     """
 
     rank: int
     size: int
     device: torch.device
     shards: DeviceMesh
+    expert_shards: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
     plays: str | None = None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -82,10 +99,11 @@ class World:
         return values
 
 
-def join(device: str) -> World:
+def join(device: str, expert_parallel: int = 1) -> World:
     """Take this process's place: the one that torchrun gave it, or world size 1.
 
-    Raises ConfigError where the device is not here, or is named by number under torchrun.
+    Raises ConfigError where the device is not here, or is named by number under torchrun, or the degree of expert
+    parallelism does not divide the ranks.
     """
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     found = _resolve_device(device, ranks)
@@ -99,8 +117,28 @@ def join(device: str) -> World:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return place(found, expert_parallel)
+
+
+def place(device: torch.device, expert_parallel: int, plays: str | None = None) -> World:
+    """This rank's place in the process group that is there. ConfigError where the degree does not divide the ranks."""
     size = dist.get_world_size()
-    return World(dist.get_rank(), size, found, init_device_mesh(found.type, (size,), mesh_dim_names=("shards",)))
+    check_degree(expert_parallel, size)
+    shards = init_device_mesh(device.type, (size,), mesh_dim_names=("shards",))
+    if expert_parallel == 1:
+        return World(dist.get_rank(), size, device, shards, plays=plays)
+    names = ("expert_shards", "experts")
+    mesh = init_device_mesh(device.type, (size // expert_parallel, expert_parallel), mesh_dim_names=names)
+    return World(dist.get_rank(), size, device, shards, mesh[names[0]], mesh[names[1]], plays)
+
+
+def check_degree(expert_parallel: int, ranks: int) -> None:
+    """ConfigError where the degree does not divide the ranks."""
+    if ranks % expert_parallel:
+        raise ConfigError(
+            f"expert_parallel is {expert_parallel}, which does not divide {ranks} ranks; expected a divisor; correct "
+            "--expert-parallel"
+        )
 
 
 def leave() -> None:
@@ -141,6 +179,9 @@ def shard(model: Transformer, world: World) -> None:
     """`fully_shard` the model, in place; see the header for the units and dtypes."""
     # Of in-place ops on a unit's output that is a view (torch 2.13). There are none.
     warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+    # Of gathers of experts that are sharded over both dimensions of their mesh, one after the other (torch 2.13). Only
+    # digests and exported weights gather so.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gathered = MixedPrecisionPolicy(
         param_dtype=model.dtype, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
     )
@@ -149,7 +190,12 @@ def shard(model: Transformer, world: World) -> None:
         embedding = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model.tok_embeddings, mesh=world.shards, mp_policy=embedding)
     for block in model.layers:
-        fully_shard(block, mesh=world.shards, mp_policy=gathered)
+        moe = getattr(block, "moe", None)
+        if isinstance(moe, MoE) and world.experts is not None and world.expert_shards is not None:
+            _divide_experts(moe, world.experts)
+            placement = _placement_over(world.expert_shards.size())
+            fully_shard(moe.experts, mesh=world.expert_shards, mp_policy=gathered, shard_placement_fn=placement)
+        fully_shard(block, mesh=world.shards, mp_policy=gathered, shard_placement_fn=_placement_over(world.size))
     # Their backward pass comes at once: freeing them in between would gather the head twice.
     fully_shard([model.norm, model.output], mesh=world.shards, mp_policy=gathered, reshard_after_forward=False)
     fully_shard(model, mesh=world.shards, mp_policy=gathered)
@@ -157,6 +203,25 @@ def shard(model: Transformer, world: World) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _divide_experts(moe: MoE, mesh: DeviceMesh) -> None:
+    """Keep this rank's experts, as its part of the whole parameters."""
+    moe.expert_parallel(mesh.get_group())
+    for name, parameter in list(moe.experts.named_parameters()):
+        part = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+        setattr(moe.experts, name, nn.Parameter(part))
+
+
+def _placement_over(ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """Which dimension of a parameter is sharded over so many ranks: the first, but see the header."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        by_rows = local.ndim == 3 and local.shape[0] % ranks > 0 and local.shape[1] % ranks == 0
+        return Shard(1 if by_rows else 0)
+
+    return placement
 
 
 # --------------------------------------------------------------------------------------------- activation checkpointing
@@ -188,7 +253,7 @@ GEMMS: dict[str, str] = {
     },
 }
 # Ops that run once a step whatever is recomputed.
-ONCE = ("fp8stack::count_codes",)
+ONCE = ("fp8stack::count_codes", "fp8stack::count_load")
 
 _CHECKPOINTED, _RECOMPUTED = "fp8stack.checkpointed", "fp8stack.recomputed"
 

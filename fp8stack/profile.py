@@ -7,12 +7,15 @@ gap recovered is printed: (fused - unfused) / (bf16 - unfused) in steps a second
 
 A GPU's time is that of its kernels, copies and fills. A trace without any (a CPU's) is read by the self time of its
 operators; what runs inside a quantiser or a matrix product belongs to that one's class. A name belongs to the first
-class of CLASSES whose pattern it matches; kernels that a compiler fused and named itself are elementwise.
+class of CLASSES whose pattern it matches; kernels that a compiler fused and named itself are elementwise. One
+exception: whatever a quantiser launched is quantisation, as the chain of plain operators (kernels/unfused.py) consists
+of kernels that do many things; their names are marked.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import gzip
 import html
@@ -103,9 +106,7 @@ def read_trace(source: Path) -> Kernels:
     kernels = Kernels(str(source), steps, sum(float(e["dur"]) for e in marks) / steps, False)
     device = [event for event in spans if event.get("cat") in _DEVICE]
     kernels.on_device = bool(device)
-    for name, kind, time in (
-        ((str(e["name"]), class_of(str(e["name"])), float(e["dur"])) for e in device) if device else _self_times(spans)
-    ):
+    for name, kind, time in _kernel_times(device, spans) if device else _self_times(spans):
         kernels.time_us[name] += time
         kernels.launches[name] += 1
         kernels.kinds[name] = kind
@@ -113,6 +114,34 @@ def read_trace(source: Path) -> Kernels:
         for name in counted:
             counted[name] /= steps
     return kernels
+
+
+def _kernel_times(device: list[dict[str, Any]], spans: list[dict[str, Any]]) -> Iterable[tuple[str, str, float]]:
+    """(name, class, time) of each kernel; those that an operator inside a quantiser launched are its."""
+    quantisers = [
+        (e.get("tid"), float(e["ts"]), float(e["ts"]) + float(e["dur"]))
+        for e in spans
+        if e.get("cat") == "cpu_op" and class_of(str(e["name"])) == "quantisation"
+    ]
+    starts: dict[Any, list[float]] = collections.defaultdict(list)
+    ends: dict[Any, list[float]] = collections.defaultdict(list)
+    for tid, start, end in sorted(quantisers, key=lambda span: span[1]):
+        if not ends[tid] or start >= ends[tid][-1]:  # one inside another adds nothing
+            starts[tid].append(start)
+            ends[tid].append(end)
+    inside = set()
+    for event in spans:
+        number = (event.get("args") or {}).get("External id")
+        if event.get("cat") == "cpu_op" and number is not None:
+            place = bisect.bisect_right(starts[event.get("tid")], float(event["ts"])) - 1
+            if place >= 0 and float(event["ts"]) < ends[event.get("tid")][place]:
+                inside.add(number)
+    for event in device:
+        name, time = str(event["name"]), float(event["dur"])
+        kind = class_of(name)
+        if kind != "quantisation" and (event.get("args") or {}).get("External id") in inside:
+            name, kind = f"{name} (of a quantiser)", "quantisation"
+        yield name, kind, time
 
 
 def _self_times(spans: list[dict[str, Any]]) -> Iterable[tuple[str, str, float]]:

@@ -41,6 +41,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fp8stack import checkpoint, dryrun, parallel, weights
@@ -59,9 +61,12 @@ from fp8stack.data import (
     random_bits,
     random_signs,
 )
+from fp8stack.formats import UnsupportedDtype
+from fp8stack.kernels import launch
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
-from fp8stack.models import HIGH_PRECISION, Transformer, held, local_part
+from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
+from fp8stack.moe import GroupedExperts
 from fp8stack.options import parser
 from fp8stack.parallel import GemmCounter, GemmCounts, World
 from fp8stack.profile import TraceError, Tracing
@@ -140,14 +145,16 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         self.config = config
-        self.world = world or parallel.join(config.device)
+        self.world = world or parallel.join(config.device, config.expert_parallel)
         dry = self.world.plays is not None
         self.device = self.world.device
         self.detected = devices.detect(self.device)
         _check_shares(config, self.world.size)
         if not dry:
             _check_memory(config, self.world)
-        with torch.device("meta"):
+        # In a dry run tensors are fake, but not those of the meta device, on which a model is built: cutting one into
+        # a thousand fake pieces takes longer than all the rest, and a mesh cannot look up ranks among fake ones.
+        with unset_fake_temporarily(), torch.device("meta"):
             self.model = Transformer(config.size)
         self.counters: dict[str, CodeCounter] = {}
         self.conversion: Conversion | None = None
@@ -160,8 +167,10 @@ class Trainer:
         compiled = config.compile != "none"
         self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
-        parallel.shard(self.model, self.world)
+        with unset_fake_temporarily():
+            parallel.shard(self.model, self.world)
         self.model.to_empty(device=self.device)
+        self.model.reset_routers()
         if dry:
             self.origin = "no weights"
         elif config.init_from:
@@ -170,10 +179,8 @@ class Trainer:
             self.model.init_weights(config.seed)
             self.origin = f"weights from seed {config.seed}"
         nudge_weights(self.model, config.nudge)
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
         self.optimiser = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            _groups(self.model, config.weight_decay),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -211,7 +218,7 @@ class Trainer:
         # Compiling is not training: where blocks are compiled, the second step is counted.
         self._counted_step = self.step + (2 if self.compiler else 1)
         began = time.perf_counter()
-        with _deterministic(self.config.deterministic):
+        with _deterministic(self.config.deterministic), launch.unfused(self.config.quantisation == "unfused"):
             share = self.config.batch // self.world.size
             left = range(self.step, self.config.steps)
             shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
@@ -260,6 +267,7 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.config, step)
         self.optimiser.step()
+        self.model.balance(self.config.balance_rate, self.world.sum)
         return StepRecord(step, value, norm, saturated, nan)
 
     def _measure(self, seconds: float, graphs: int) -> dict[str, Any]:
@@ -291,7 +299,7 @@ class Trainer:
             state[f"model/{name}"] = parameter.detach()
             state[f"exp_avg/{name}"], state[f"exp_avg_sq/{name}"] = moments["exp_avg"], moments["exp_avg_sq"]
             state["adam_step"] = moments["step"]  # equal for all
-        return state
+        return state | {f"model/{name}": bias for name, bias in balancing_biases(self.model).items()}
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of itself."""
@@ -389,6 +397,7 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         self._numbers(self._gradients(parts, valid))
         self.optimiser.step()
+        self.model.balance(self.config.balance_rate, self.world.sum)
 
 
 def profiled_steps(config: TrainConfig, done: int) -> range:
@@ -410,6 +419,15 @@ def run(config: TrainConfig, on_step: Callable[[StepRecord], None] | None = None
     Raises as Trainer does, and NonFiniteError where a loss or a gradient norm is not finite.
     """
     return Trainer(config).run(on_step)
+
+
+def _groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The optimiser's groups: matrices decay, vectors do not; what lives on another mesh, as experts may, is apart."""
+    groups: dict[tuple[Any, bool], list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((mesh, parameter.ndim >= 2), []).append(parameter)
+    return [{"params": found, "weight_decay": weight_decay * decays} for (_, decays), found in groups.items()]
 
 
 def _float32(value: float) -> float:
@@ -438,12 +456,16 @@ def squared_norm(model: torch.nn.Module) -> torch.Tensor:
 
 
 def count_codes(model: torch.nn.Module, device: torch.device) -> dict[str, CodeCounter]:
-    """Give every FP8 linear a counter of its own; by the name of the layer."""
+    """Give every FP8 linear, and the experts of every layer, a counter of their own; by the name of the layer."""
     counters = {}
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
             counters[name] = CodeCounter()
             counters[name].prepare(device, module.plan.e4m3, module.plan.e5m2)
+            module.plan = dataclasses.replace(module.plan, counter=counters[name])
+        elif isinstance(module, GroupedExperts) and module.plan is not None:
+            counters[name] = CodeCounter()
+            counters[name].prepare(device, module.plan.fmt)
             module.plan = dataclasses.replace(module.plan, counter=counters[name])
     return counters
 
@@ -463,12 +485,12 @@ def nudge_weights(model: torch.nn.Module, nudge: int) -> int:
             raise ValueError(
                 f"parameter '{name}' is {parameter.dtype}; nudges flip bits of float32 masters; keep them float32"
             )
-        local, first = local_part(parameter)
-        index = torch.arange(first, first + local.numel(), device=local.device)
-        chosen = random_bits(nudge, f"nudge/{name}", index) % NUDGE_PERIOD == 0
-        bits = local.view(torch.int32).view(-1)
-        bits ^= chosen.to(torch.int32) << NUDGED_BIT
-        flipped += int(chosen.sum())
+        for local, first in local_runs(parameter):
+            index = torch.arange(first, first + local.numel(), device=local.device)
+            chosen = random_bits(nudge, f"nudge/{name}", index) % NUDGE_PERIOD == 0
+            bits = local.view(torch.int32).view(-1)
+            bits ^= chosen.to(torch.int32) << NUDGED_BIT
+            flipped += int(chosen.sum())
     return flipped
 
 
@@ -497,7 +519,8 @@ def _text(config: TrainConfig) -> Text:
 
 
 def _check_shares(config: TrainConfig, ranks: int) -> None:
-    """Refuse a batch that ranks and microbatches do not divide."""
+    """Refuse a batch that ranks and microbatches do not divide, and ranks that expert parallelism does not."""
+    parallel.check_degree(config.expert_parallel, ranks)
     if config.batch % (ranks * config.accumulate):
         raise ConfigError(
             f"batch {config.batch} cannot be shared by {ranks} ranks in {config.accumulate} microbatches each; "
@@ -645,6 +668,7 @@ def _write_run(file: Path, step: int, trainer: Trainer) -> None:
         **trainer.facts(),
         "format": result.format,
         "recipe": trainer.config.recipe,
+        "quantisation": trainer.config.quantisation,
         "digests": {**kept.get("digests", {}), **result.digests},
         "saturated_by_layer": {**kept.get("saturated_by_layer", {}), str(step): trainer.saturated_by_layer},
     }
@@ -667,7 +691,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments["profile"] is not None:
             profiled_steps(config, trainer.step)
             _make_folder("--profile", arguments["profile"])
-    except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch) as error:
+    except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch, UnsupportedDtype) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
         elif not isinstance(error, ConfigError):  # this machine's files, perhaps not rank 0's

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8stack.linear import RECIPES
-from fp8stack.models import Llama
+from fp8stack.models import Sizes
 
 
 class ImplausibleUtilisation(RuntimeError):
@@ -73,9 +73,9 @@ class Flops:
         return self.bf16 + self.fp8
 
 
-def flops_a_token(size: Llama, seq: int, recipe: str, native: bool = True) -> Flops:
+def flops_a_token(size: Sizes, seq: int, recipe: str, native: bool = True) -> Flops:
     """FLOPs a token of this model under a recipe. native: False where FP8 is simulated, so runs at the BF16 peak."""
-    blocks, rest = size.block_matmul_parameters, size.head_matmul_parameters
+    blocks, rest = size.block_matmul_parameters, size.high_precision_matmul_parameters
     fp8 = 0
     if recipe in RECIPES and native:
         row = RECIPES[recipe]

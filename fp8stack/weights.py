@@ -8,7 +8,11 @@ the norms, heads) must be those of the model.
 `write` makes such a folder from float32 masters, in files of at most 4 GiB: what was trained, to the last bit.
 Rotary positions are laid out as Hugging Face's (models.py), so no weight is permuted either way.
 
-Not here: DeepSeek-V3 names (one more row in `_RULES`).
+DeepSeek: an expert's weights are tensors of their own there and rows of one here. The balancing bias of a router goes
+with them as `e_score_correction_bias`; models with softmax scores are published without one, and start from zero.
+
+Not here: weights in FP8, as DeepSeek-V3's are published, and its YaRN (config.json says rope_scaling): both are refused
+by name. A further layer, of multi-token prediction, is left alone.
 """
 
 from __future__ import annotations
@@ -24,21 +28,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8stack.models import Llama, local_part
+from fp8stack.models import DeepSeek, Llama, Sizes, balancing_biases, local_place
 
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 << 30
 
-# Name here -> name there; {layer} stands for the same number in both.
+# Name here -> name there; {layer} stands for the same number in both, {expert} for each row here.
 _RULES: dict[str, str] = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.{layer}.attention.wq.weight": "model.layers.{layer}.self_attn.q_proj.weight",
     "layers.{layer}.attention.wk.weight": "model.layers.{layer}.self_attn.k_proj.weight",
     "layers.{layer}.attention.wv.weight": "model.layers.{layer}.self_attn.v_proj.weight",
     "layers.{layer}.attention.wo.weight": "model.layers.{layer}.self_attn.o_proj.weight",
+    "layers.{layer}.attention.wq_a.weight": "model.layers.{layer}.self_attn.q_a_proj.weight",
+    "layers.{layer}.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_a_layernorm.weight",
+    "layers.{layer}.attention.wq_b.weight": "model.layers.{layer}.self_attn.q_b_proj.weight",
+    "layers.{layer}.attention.wkv_a.weight": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
+    "layers.{layer}.attention.kv_norm.weight": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
+    "layers.{layer}.attention.wkv_b.weight": "model.layers.{layer}.self_attn.kv_b_proj.weight",
     "layers.{layer}.feed_forward.w1.weight": "model.layers.{layer}.mlp.gate_proj.weight",
     "layers.{layer}.feed_forward.w2.weight": "model.layers.{layer}.mlp.down_proj.weight",
     "layers.{layer}.feed_forward.w3.weight": "model.layers.{layer}.mlp.up_proj.weight",
+    "layers.{layer}.moe.router.weight": "model.layers.{layer}.mlp.gate.weight",
+    "layers.{layer}.moe.router.bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    "layers.{layer}.moe.experts.w1": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    "layers.{layer}.moe.experts.w2": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+    "layers.{layer}.moe.experts.w3": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    "layers.{layer}.moe.shared.w1.weight": "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+    "layers.{layer}.moe.shared.w2.weight": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
+    "layers.{layer}.moe.shared.w3.weight": "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
     "layers.{layer}.attention_norm.weight": "model.layers.{layer}.input_layernorm.weight",
     "layers.{layer}.ffn_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
     "norm.weight": "model.norm.weight",
@@ -50,12 +68,17 @@ class WeightsError(ValueError):
     """Weights that cannot be read or written. The message is one line: what, expected, what next."""
 
 
-def hugging_face_name(name: str) -> str:
-    """The published name of a parameter of `models.Transformer`."""
+def hugging_face_name(name: str, expert: int | None = None) -> str:
+    """The published name of a parameter of `models.Transformer`; of one expert's row of it, where it is of experts."""
     layer = re.search(r"\.(\d+)\.", name)
     number = layer[1] if layer else ""
     rule = name.replace(f".{number}.", ".{layer}.", 1) if layer else name
-    return _RULES[rule].replace("{layer}", number)
+    return _RULES[rule].replace("{layer}", number).replace("{expert}", str(expert))
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, and what else a model consists of, by name."""
+    return [*model.named_parameters(), *balancing_biases(model).items()]
 
 
 def _safetensors() -> Any:
@@ -70,16 +93,14 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _config(size: Llama) -> dict[str, Any]:
+def _config(size: Sizes) -> dict[str, Any]:
     """config.json of a model of these sizes, as transformers reads it."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **(_llama(size) if isinstance(size, Llama) else _deepseek(size)),
         "hidden_size": size.dim,
         "intermediate_size": size.ffn,
         "num_attention_heads": size.heads,
         "num_hidden_layers": size.layers,
-        "num_key_value_heads": size.kv_heads,
         "rms_norm_eps": size.norm_eps,
         "rope_scaling": None,
         "rope_theta": size.rope_theta,
@@ -89,48 +110,106 @@ def _config(size: Llama) -> dict[str, Any]:
     }
 
 
+def _llama(size: Llama) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": size.kv_heads}
+
+
+def _deepseek(size: DeepSeek) -> dict[str, Any]:
+    """V2's where scores are softmax, V3's where they are sigmoid: transformers has a class for each."""
+    routing = size.routing
+    version = "3" if routing.score == "sigmoid" else "2"
+    greedy = "group_limited_greedy" if routing.groups > 1 else "greedy"
+    return {
+        "architectures": [f"DeepseekV{version}ForCausalLM"],
+        "model_type": f"deepseek_v{version}",
+        "num_key_value_heads": size.heads,
+        "q_lora_rank": size.q_lora or None,
+        "kv_lora_rank": size.kv_lora,
+        "qk_nope_head_dim": size.nope_dim,
+        "qk_rope_head_dim": size.rope_dim,
+        "v_head_dim": size.v_dim,
+        "first_k_dense_replace": size.dense_layers,
+        "moe_intermediate_size": size.expert_ffn,
+        "n_shared_experts": size.shared,
+        "n_routed_experts": routing.experts,
+        "num_experts_per_tok": routing.top_k,
+        "n_group": routing.groups,
+        "topk_group": routing.limited,
+        "scoring_func": routing.score,
+        "topk_method": "noaux_tc" if routing.score == "sigmoid" else greedy,
+        "norm_topk_prob": routing.normalise,
+        "routed_scaling_factor": routing.scale,
+    }
+
+
+# What safetensors calls the dtypes that can be read: FP8 means nothing without its scales.
+_WIDE_ENOUGH = ("F64", "F32", "F16", "BF16")
+
 # Free to differ: what says nothing about the computation, and the depth, which --layers may trim.
 _FREE = ("architectures", "torch_dtype", "tie_word_embeddings", "num_hidden_layers")
 
 
 @torch.no_grad()
-def read(folder: Path, model: nn.Module, size: Llama) -> str:
-    """Fill the parameters of `model` (sharded or not), in place. Returns a sentence about what was found.
+def read(folder: Path, model: nn.Module, size: Sizes) -> str:
+    """Fill parameters and balancing biases of `model` (sharded or not), in place. Returns what was found, in words.
 
     Raises WeightsError for what cannot be read, is not there, or has other sizes, by name.
     """
-    safetensors = _safetensors()
     _check_config(folder, size)
     files = _files(folder)
-    tied = False
-    for name, parameter in model.named_parameters():
+    notes: list[str] = []
+    for name, tensor in _tensors(model):
+        local, offset = local_place(tensor)
+        if tensor.ndim == 3:
+            for row, expert in enumerate(range(offset[0], offset[0] + len(local))):
+                _fill(local[row], offset[1], tuple(tensor.shape[1:]), hugging_face_name(name, expert), folder, files)
+            continue
         wanted = hugging_face_name(name)
         if wanted == "lm_head.weight" and wanted not in files:
-            wanted, tied = hugging_face_name("tok_embeddings.weight"), True
-        if wanted not in files:
-            raise WeightsError(
-                f"{folder} has no tensor '{wanted}'; expected one for each parameter; choose the model that the "
-                "weights belong to, or --layers"
-            )
-        local, first = local_part(parameter)
-        try:
-            with safetensors.safe_open(str(files[wanted]), framework="pt") as stream:
-                rows = stream.get_slice(wanted)
-                if tuple(rows.get_shape()) != tuple(parameter.shape):
-                    raise WeightsError(
-                        f"'{wanted}' is {tuple(rows.get_shape())} in {folder}; expected {tuple(parameter.shape)}; "
-                        "choose the model that the weights belong to"
-                    )
-                start = first // max(1, parameter[0].numel())
-                local.copy_(rows[start : start + local.shape[0]])
-        except (OSError, safetensors.SafetensorError) as error:
-            raise WeightsError(
-                f"{files[wanted]} cannot be read ({error}); expected a whole safetensors file; copy it again"
-            ) from None
-    return f"weights from {folder}" + ("; lm_head is tied there: it starts as a copy of the embedding" if tied else "")
+            wanted = hugging_face_name("tok_embeddings.weight")
+            notes.append("lm_head is tied there: it starts as a copy of the embedding")
+        if wanted.endswith("bias") and wanted not in files and not _published_with_bias(size):
+            continue  # it stays zero
+        _fill(local, offset[0], tuple(tensor.shape), wanted, folder, files)
+    return "; ".join([f"weights from {folder}", *notes])
 
 
-def _check_config(folder: Path, size: Llama) -> None:
+def _published_with_bias(size: Sizes) -> bool:
+    """Whether models of this kind are published with the balancing biases of their routers."""
+    return isinstance(size, DeepSeek) and size.routing.score == "sigmoid"
+
+
+def _fill(
+    local: torch.Tensor, start: int, shape: tuple[int, ...], wanted: str, folder: Path, files: dict[str, Path]
+) -> None:
+    """Rows `start` and on of the published tensor `wanted`, which must have `shape`, into `local`."""
+    safetensors = _safetensors()
+    if wanted not in files:
+        raise WeightsError(
+            f"{folder} has no tensor '{wanted}'; expected one for each parameter; choose the model that the weights "
+            "belong to, or --layers"
+        )
+    try:
+        with safetensors.safe_open(str(files[wanted]), framework="pt") as stream:
+            rows = stream.get_slice(wanted)
+            if tuple(rows.get_shape()) != shape:
+                raise WeightsError(
+                    f"'{wanted}' is {tuple(rows.get_shape())} in {folder}; expected {shape}; choose the model that the "
+                    "weights belong to"
+                )
+            if rows.get_dtype() not in _WIDE_ENOUGH:
+                raise WeightsError(
+                    f"'{wanted}' is {rows.get_dtype()} in {folder}; expected one of {', '.join(_WIDE_ENOUGH)}; convert "
+                    "the weights, with their scales, to bfloat16 first"
+                )
+            local.copy_(rows[start : start + local.shape[0]])
+    except (OSError, safetensors.SafetensorError) as error:
+        raise WeightsError(
+            f"{files[wanted]} cannot be read ({error}); expected a whole safetensors file; copy it again"
+        ) from None
+
+
+def _check_config(folder: Path, size: Sizes) -> None:
     """Refuse weights whose config.json says that they belong to another computation."""
     file = folder / "config.json"
     if not file.exists():
@@ -173,8 +252,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 @torch.no_grad()
-def write(folder: Path, model: nn.Module, size: Llama) -> None:
-    """Write every parameter of `model`, gathered one after another. Collective; rank 0 writes.
+def write(folder: Path, model: nn.Module, size: Sizes) -> None:
+    """Write every parameter and balancing bias of `model`, gathered one after another. Collective; rank 0 writes.
 
     Raises WeightsError, on rank 0, where the folder cannot be written.
     """
@@ -190,7 +269,7 @@ def write(folder: Path, model: nn.Module, size: Llama) -> None:
                 safetensors.torch.save_file(tensors, str(folder / file), metadata={"format": "pt"})
                 placed.update(dict.fromkeys(tensors, file))
         if first:
-            total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+            total = sum(tensor.numel() * tensor.element_size() for _, tensor in _tensors(model))
             index = {"metadata": {"total_size": total}, "weight_map": placed}
             for file, content in ((INDEX, index), ("config.json", _config(size))):
                 (folder / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -201,17 +280,26 @@ def write(folder: Path, model: nn.Module, size: Llama) -> None:
 
 
 def _gathered(model: nn.Module, keep: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole parameters by published name, on the CPU, in portions of at most _FILE_BYTES; empty where not to `keep`."""
+    """Whole tensors by published name, on the CPU, in portions of at most _FILE_BYTES; empty where not to `keep`."""
     portion: dict[str, torch.Tensor] = {}
     held = 0
-    for name, parameter in model.named_parameters():
-        whole = parameter.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        size = whole.numel() * whole.element_size()
+    for name, tensor in _published(model):
+        size = tensor.numel() * tensor.element_size()
         if held and held + size > _FILE_BYTES:
             yield portion
             portion, held = {}, 0
         if keep:
-            portion[hugging_face_name(name)] = whole.cpu().contiguous()
+            portion[name] = tensor.to("cpu", copy=True).contiguous()
         held += size
     yield portion
+
+
+def _published(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Published names and whole tensors, one parameter gathered after another; experts one by one. Collective."""
+    for name, tensor in _tensors(model):
+        whole = tensor.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if whole.ndim == 3:
+            yield from ((hugging_face_name(name, expert), whole[expert]) for expert in range(len(whole)))
+        else:
+            yield hugging_face_name(name), whole

@@ -33,7 +33,7 @@ import torch
 
 from fp8stack import device, formats, scaling
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import cast, column_maxima, launch, rowwise, tile
+from fp8stack.kernels import cast, column_maxima, launch, rowwise, tile, unfused
 from fp8stack.kernels.column_maxima import BothConfig
 
 
@@ -651,9 +651,11 @@ def _options(row: TransposedConfig, fmt: formats.Format, target: str) -> dict[st
 
 
 def _begin(op: str, w: torch.Tensor) -> str | None:
-    """Record what runs; the target of a launch, None for the reference."""
-    which = launch.implementation(w)
+    """Record what runs; the target of a launch, None for the reference, "unfused" for the chain."""
+    which = launch.implementation(w, chain=True)
     launch.record(op, which)
+    if which == "unfused":
+        return which
     return None if which == "reference" else device.detect(w.device).target.name
 
 
@@ -662,6 +664,8 @@ def _begin(op: str, w: torch.Tensor) -> str | None:
 )
 def _quantize_experts(w, fmt, pow2):
     target = _begin("quantize_experts", w)
+    if target == "unfused":
+        return unfused.experts(w, fmt, pow2)
     if target is None:
         return quantize_experts_reference(w, fmt, pow2)
     e, n, k = w.shape
@@ -684,6 +688,8 @@ def _(w, fmt, pow2):
 )
 def _quantize_experts_transposed(w, fmt, pow2):
     target = _begin("quantize_experts_transposed", w)
+    if target == "unfused":
+        return unfused.experts_transposed(w, fmt, pow2)
     if target is None:
         return quantize_experts_transposed_reference(w, fmt, pow2)
     row = launch.config(TRANSPOSED_CONFIGS, target, size_class(w.shape[1]))
@@ -704,6 +710,8 @@ def _(w, fmt, pow2):
 )
 def _quantize_experts_both(w, fmt, pow2):
     target = _begin("quantize_experts_both", w)
+    if target == "unfused":
+        return *unfused.experts(w, fmt, pow2), *unfused.experts_transposed(w, fmt, pow2)
     if target is None:
         return quantize_experts_both_reference(w, fmt, pow2)
     row = launch.config(BOTH_CONFIGS, target, column_maxima.width_class(w.shape[2], w.dtype))

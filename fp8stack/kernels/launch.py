@@ -6,6 +6,9 @@ An op has a reference (plain torch) and a kernel (Triton). There is one rule, an
     CPU tensor, interpreting     the kernel, in Triton's interpreter (TRITON_INTERPRET=1 before triton was imported)
     CPU tensor otherwise         the reference
 
+Inside `unfused()` ops that have one run a chain of plain torch operators instead (unfused.py): asked for, on record as
+"unfused", to be compared with.
+
 A test that means to check a kernel and silently checked the reference proves nothing, so each op records what ran:
 
     with launch.recording() as ran:
@@ -35,11 +38,27 @@ _recorders: list[dict[str, str]] = []
 _lock = threading.Lock()
 
 
-def implementation(x: torch.Tensor) -> str:
-    """What an op on x runs: "triton" or "reference".
+_unfused = False
+
+
+@contextlib.contextmanager
+def unfused(wanted: bool = True) -> Iterator[None]:
+    """Inside, ops that have a chain of plain torch operators run it, in every thread; nothing changes if not wanted."""
+    global _unfused
+    before, _unfused = _unfused, wanted
+    try:
+        yield
+    finally:
+        _unfused = before
+
+
+def implementation(x: torch.Tensor, chain: bool = False) -> str:
+    """What an op on x runs: "triton" or "reference"; "unfused" inside `unfused()`, where the op has such a `chain`.
 
     Raises fp8stack._triton.TritonUnavailable for a GPU tensor without triton, ValueError for other devices.
     """
+    if _unfused and chain:
+        return "unfused"
     if x.device.type == "cuda":
         _triton.require(f"an FP8 op on {x.device}")
         return "triton"

@@ -25,7 +25,7 @@ import torch
 
 from fp8stack import device, formats, scaling
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import cast, launch
+from fp8stack.kernels import cast, launch, unfused
 
 
 @dataclass(frozen=True)
@@ -297,8 +297,10 @@ def _constexprs(
     "fp8stack::quantize_rowwise", mutates_args=(), schema="(Tensor x, str fmt, bool pow2) -> (Tensor, Tensor)"
 )
 def _quantize_rowwise(x, fmt, pow2):
-    which = launch.implementation(x)
+    which = launch.implementation(x, chain=True)
     launch.record("quantize_rowwise", which)
+    if which == "unfused":
+        return unfused.rowwise(x, fmt, pow2)
     if which == "reference":
         return quantize_rowwise_reference(x, fmt, pow2)
     target = device.detect(x.device).target.name

@@ -27,7 +27,7 @@ import torch
 
 from fp8stack import device, formats, scaling
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import cast, launch, tile
+from fp8stack.kernels import cast, launch, tile, unfused
 
 
 @dataclass(frozen=True)
@@ -470,8 +470,10 @@ def _cast_turned(
 
 def _run(op, x, fmt, pow2, scale, layout):
     """Launch or reference, on record: row-major codes, column-major codes (None: not asked for), inverse scale."""
-    which = launch.implementation(x)
+    which = launch.implementation(x, chain=True)
     launch.record(op, which)
+    if which == "unfused":
+        return unfused.tensorwise(x, fmt, pow2, scale, layout)
     if which == "reference":
         return quantize_tensorwise_both_reference(x, fmt, pow2, scale)
     target = device.detect(x.device).target.name

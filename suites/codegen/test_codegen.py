@@ -22,7 +22,6 @@ import pytest
 import fp8stack.kernels
 from fp8stack import _triton
 from fp8stack._triton import CompileSpec
-from fp8stack.kernels import grouped_mxfp8
 from suites.codegen.machine_code import broken_rules, machine_code
 
 ARCHS = ("gfx942", "gfx950", "sm_90")
@@ -96,14 +95,20 @@ def test_machine_code(
     assert not broken, "\n".join([f"{listing} breaks a rule of machine code:", *broken])
 
 
-@pytest.mark.parametrize(
-    "groups", [pytest.param(name, id=f"grouped_mxfp8-{name}-gfx950") for name in ("rows", "contraction")]
-)
-def test_block_scaled(groups: str) -> None:
-    """On gfx950 MXFP8 operands go into the block-scaled matrix instruction as they are, and into no other."""
-    specs = {spec.case: spec for spec in grouped_mxfp8.compile_specs("gfx950")}
-    facts = machine_code(specs[f"grouped_mxfp8-e4m3fn-{groups}"], "gfx950").facts
-    assert facts["matrix_opcodes"] == "v_mfma_scale_f32_16x16x128_f8f6f4"
+BLOCK_SCALED = {
+    "scaled_mm-e4m3fn-mxfp8": "scaled_kernel",
+    "grouped_mxfp8-e4m3fn-rows": "grouped_mxfp8",
+    "grouped_mxfp8-e4m3fn-contraction": "grouped_mxfp8",
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case}-block-scaled-gfx950") for case in BLOCK_SCALED])
+def test_block_scaled(case: str) -> None:
+    """On gfx950 MXFP8 operands go as they are into the matrix instruction that takes E8M0 scales, and into no other."""
+    specs = {spec.case: spec for spec in _families()[BLOCK_SCALED[case]]("gfx950")}
+    opcodes = machine_code(specs[case], "gfx950").facts["matrix_opcodes"].split("+")
+    assert opcodes
+    assert all(opcode.startswith("v_mfma_scale_f32_") for opcode in opcodes), opcodes
 
 
 def _kernels() -> Iterator[Any]:

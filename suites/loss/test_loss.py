@@ -1,4 +1,4 @@
-"""100-step loss curves of llama3-tiny, the small model on a CPU, with the numerics of the arch that is simulated.
+"""100-step loss curves of the small models on a CPU, dense and with experts, with the numerics of a simulated arch.
 
 Each curve is the trainer's, in this process, at a fixed configuration; FNUZ formats come from the arch override. A
 test asserts what holds without a baseline: all steps there and finite, a loss that has learnt and has not learnt too
@@ -29,12 +29,15 @@ Record = Callable[[str, object], None]
 STEPS = 100
 CONFIG = TrainConfig(model="llama3-tiny", steps=STEPS, seed=0, batch=8, seq=128, device="cpu")
 
-# case -> (recipe, arch whose formats are trained with, the e4m3 format that must come of it).
-CURVES: dict[str, tuple[str, str, str]] = {
-    "llama3-tiny-bf16": ("bf16", "cpu", "bf16"),
-    "llama3-tiny-rowwise-e4m3fn": ("rowwise", "gfx950", "e4m3fn"),
-    "llama3-tiny-rowwise-e4m3fnuz": ("rowwise", "gfx942", "e4m3fnuz"),
-    "llama3-tiny-rowwise_with_gw_hp-e4m3fnuz": ("rowwise_with_gw_hp", "gfx942", "e4m3fnuz"),
+# case -> (model, recipe, arch whose formats are trained with, the e4m3 format that must come of it).
+CURVES: dict[str, tuple[str, str, str, str]] = {
+    "llama3-tiny-bf16": ("llama3-tiny", "bf16", "cpu", "bf16"),
+    "llama3-tiny-rowwise-e4m3fn": ("llama3-tiny", "rowwise", "gfx950", "e4m3fn"),
+    "llama3-tiny-rowwise-e4m3fnuz": ("llama3-tiny", "rowwise", "gfx942", "e4m3fnuz"),
+    "llama3-tiny-rowwise_with_gw_hp-e4m3fnuz": ("llama3-tiny", "rowwise_with_gw_hp", "gfx942", "e4m3fnuz"),
+    "dsv3-tiny-bf16": ("dsv3-tiny", "bf16", "cpu", "bf16"),
+    "dsv3-tiny-rowwise-e4m3fn": ("dsv3-tiny", "rowwise", "gfx950", "e4m3fn"),
+    "dsv3-tiny-rowwise-e4m3fnuz": ("dsv3-tiny", "rowwise", "gfx942", "e4m3fnuz"),
 }
 
 # Mean of the last 20 losses, nats. Recorded curves end near 3.33; a model that knows only which 256 symbols exist is at
@@ -74,9 +77,9 @@ def assert_curve(result: Result) -> None:
 @pytest.mark.parametrize("case", [pytest.param(case, id=case) for case in CURVES])
 def test_loss_curve(case: str, evidence: Any, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """The curve is complete, finite and learnt; its file is left for the gate."""
-    recipe, arch, fmt = CURVES[case]
+    model, recipe, arch, fmt = CURVES[case]
     monkeypatch.setenv("FP8STACK_ARCH", arch)
-    config = configuration(recipe=recipe, nudge=nudge())
+    config = configuration(model=model, recipe=recipe, nudge=nudge())
     record_property("seed", config.seed)
     record_property("config_hash", config.hash)
 
@@ -101,12 +104,16 @@ DETERMINISM_STEPS = 8
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param("llama3-tiny-rowwise-e4m3fnuz-twice", id="llama3-tiny-rowwise-e4m3fnuz-twice")]
+    "model",
+    [
+        pytest.param("llama3-tiny", id="llama3-tiny-rowwise-e4m3fnuz-twice"),
+        pytest.param("dsv3-tiny", id="dsv3-tiny-rowwise-e4m3fnuz-twice"),
+    ],
 )
-def test_determinism(case: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism(model: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two plain runs are equal to the last bit: losses, gradient norms, digests and counts."""
     monkeypatch.setenv("FP8STACK_ARCH", "gfx942")
-    config = configuration(recipe="rowwise", steps=DETERMINISM_STEPS)
+    config = configuration(model=model, recipe="rowwise", steps=DETERMINISM_STEPS)
     one, two = run(config), run(config)
     record_property("arch", one.arch)
     record_property("format", one.format)

@@ -5,11 +5,14 @@ one process rounds the whole. That is a harmless change of an order, so losses a
 stay inside the band of the recorded nudged runs. Gradient digests see the roundings themselves and are compared more
 loosely, in suites/unit/test_parallel.py.
 
+The ranks of the model with experts share these between them: expert parallelism sends every other token away.
+
 FP8 is not judged so: a weight gradient has one scale a column of *this rank's* tokens, which is another computation.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,20 +26,26 @@ from suites.unit import ranks
 Record = Callable[[str, object], None]
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE = "llama3-tiny-bf16"
 CONFIG = TrainConfig(model="llama3-tiny", steps=100, seed=0, batch=8, seq=128, device="cpu")
+EXPERTS = dataclasses.replace(CONFIG, model="dsv3-tiny", expert_parallel=2)
 
 
-@pytest.mark.parametrize("case", [pytest.param("llama3-tiny-bf16-2-ranks", id="llama3-tiny-bf16-2-ranks")])
-def test_two_ranks(case: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param("llama3-tiny-bf16", CONFIG, id="llama3-tiny-bf16-2-ranks"),
+        pytest.param("dsv3-tiny-bf16", EXPERTS, id="dsv3-tiny-bf16-2-ranks"),
+    ],
+)
+def test_two_ranks(case: str, config: TrainConfig, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 steps on two ranks: both report the same, and every window is inside the band of world size 1."""
     monkeypatch.delenv("FP8STACK_ARCH", raising=False)
     recorded = baselines.load_loss(ROOT / "baselines" / "cpu" / baselines.LOSS_FILE, "cpu")
-    runs = recorded.of_config(CASE, CONFIG.hash)
+    runs = recorded.of_config(case, config.hash)
     reference = baselines.reference_run(runs)
-    assert reference is not None, f"no run 0 of {CASE} with config {CONFIG.hash} is recorded"
+    assert reference is not None, f"no run 0 of {case} with config {config.hash} is recorded"
 
-    (steps, digests), other = ranks.run_ranks(ranks.judged_curve, CONFIG)
+    (steps, digests), other = ranks.run_ranks(ranks.judged_curve, config)
     assert (steps, digests) == other, "the ranks report different numbers"
     curve = bands.Curve(
         loss={step: loss for step, loss, *_ in steps},
@@ -48,7 +57,7 @@ def test_two_ranks(case: str, record_property: Record, monkeypatch: pytest.Monke
     spread = [bands.Curve.of_run(run) for run in runs if run is not reference]
     found = bands.compare(curve, bands.Curve.of_run(reference), spread, bands.counted(reference, runs))
     losses = [loss for _, loss, *_ in steps]
-    record_property("config_hash", CONFIG.hash)
+    record_property("config_hash", config.hash)
     record_property("ranks", 2)
     record_property("tail_loss_nats", math.fsum(losses[-20:]) / 20)
     for row in found.rows:

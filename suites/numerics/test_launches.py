@@ -348,6 +348,7 @@ def test_first_and_last_rows(row: Launch, seed: int, device: str, call_op: Calla
     assert_first_and_last_rows(row, (2 * FIRST + LAST, 40), seed, device, call_op)
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.requires(gpus=1, memory_gib=40)
 @each_launch("past-2e31")
 def test_elements_past_2e31(row: Launch, seed: int, device: str, call_op: Callable[..., Any]) -> None:

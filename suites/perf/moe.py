@@ -56,7 +56,7 @@ from fp8stack.kernels import (
     tensorwise,
     together,
 )
-from fp8stack.kernels.grouped_gemm import CHECK
+from fp8stack.kernels.grouped_gemm import CHECK, preferred_alignment
 from fp8stack.kernels.together import Together
 from suites.perf import kernels, timing
 
@@ -321,7 +321,8 @@ def op_plans(found: device.Detected) -> dict[str, moe.ExpertPlan]:
     fmt, target = formats.get(found.arch.e4m3), found.target.name
     choose(target)
     plans = {name: moe.ExpertPlan(recipe, fmt, target) for name, recipe in recipes.items()}
-    plans["fp8 fast each"] = moe.ExpertPlan(fast, fmt, target + " one read")
+    each = replace(fast, alignment=preferred_alignment(target, fast_accum=True))
+    plans["fp8 fast each"] = moe.ExpertPlan(each, fmt, target + " one read")
     if fmt.name == "e4m3fn":  # MX formats are OCP's
         plans["mxfp8"] = moe.ExpertPlan(moe.EXPERT_RECIPES["mxfp8"], fmt, target)
     return plans

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 240.0
+SECONDS = 480.0
 
 
 def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
@@ -74,6 +74,49 @@ def _rank(rank: int, ranks: int, port: int, answers: Any, body: Callable[..., An
 def hashes(model: Any) -> dict[str, float]:
     """A number a parameter that any change of a weight changes, from the whole parameter: collective."""
     return {name: float(p.detach().full_tensor().double().square().sum()) for name, p in model.named_parameters()}
+
+
+def sizes_of(state: dict[str, Any]) -> dict[str, float]:
+    """The sum of squares of each tensor, sharded or not: collective."""
+    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+    return {name: float(tensor.double().square().sum()) for name, tensor in whole.items()}
+
+
+def save_once(rank: int, config: Any, folder: str) -> tuple[dict[str, float], list[float]]:
+    """A checkpoint after the first step; `sizes_of` what is in it, and this rank's balancing bias of layer 1."""
+    from pathlib import Path
+
+    from fp8stack.checkpoint import Checkpoints
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    found: list[Any] = []
+
+    def look(record: Any) -> None:
+        found.extend([sizes_of(trainer.state()), trainer.model.layers[1].moe.router.bias.tolist()])
+
+    trainer.run(look, Checkpoints(Path(folder), keep=5), every=1)
+    return found[0], found[1]
+
+
+def read_and_write(rank: int, config: Any, folder: str, by_rows: bool) -> tuple[dict[str, float], tuple[int, ...]]:
+    """The weights that `init_from` gave these ranks, the shape that one holds of experts; all of them written again.
+
+    by_rows: rows of experts are sharded, as many ranks would make it.
+    """
+    from pathlib import Path
+
+    from torch.distributed.tensor import Shard
+
+    from fp8stack import parallel, weights
+    from fp8stack.models import held
+    from fp8stack.train import Trainer
+
+    if by_rows:
+        parallel._placement_over = lambda ranks: lambda parameter: Shard(1 if parameter.ndim == 3 else 0)
+    trainer = Trainer(config)
+    weights.write(Path(folder), trainer.model, config.size)
+    return hashes(trainer.model), tuple(held(trainer.model.layers[1].moe.experts.w1).shape)
 
 
 def train_and_fail(rank: int, config: Any) -> dict[str, Any]:
@@ -219,6 +262,7 @@ def real_collectives(rank: int, config: Any) -> dict[tuple[str, int], tuple[int,
         "reduce_scatter_tensor": ("reduce-scatter", scattered),
         "reduce_scatter_single": ("reduce-scatter", scattered),
         "all_reduce": ("all-reduce", lambda tensor, *_, **__: tensor),
+        "all_to_all_single": ("all-to-all", lambda _, given, *__, **___: given),
     }
 
     def second(record: Any) -> None:

@@ -77,6 +77,42 @@ def test_another_number_of_ranks(saved: tuple[Path, dict[str, float]]) -> None:
         assert steps[0][1] == pytest.approx(following[0].loss, rel=1e-6)
 
 
+EXPERTS = TrainConfig(model="dsv3-tiny", steps=4, batch=4, seq=16, device="cpu", layers=2, recipe="rowwise")
+
+
+def test_resume_with_experts(tmp_path: Path) -> None:
+    """FP8 experts, resumed after step 2 of 4, give every number of the straight run: their balancing bias is kept."""
+    straight = Trainer(EXPERTS)
+    steps = straight.run(None, Checkpoints(tmp_path, keep=5), every=2).steps
+    trainer = Trainer(EXPERTS)
+    trainer.restore(tmp_path / "step-00000002")
+    bias = trainer.model.layers[1].moe.router.bias.clone()
+    assert bool(bias.any())
+    assert trainer.run().steps == steps[2:]
+    assert ranks.hashes(trainer.model) == ranks.hashes(straight.model)
+    assert torch.equal(trainer.model.layers[1].moe.router.bias, straight.model.layers[1].moe.router.bias)
+    assert not torch.equal(trainer.model.layers[1].moe.router.bias, bias)
+
+
+def test_experts_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """What four ranks wrote, two and two of which share the experts, one rank reads: weights, moments and bias.
+
+    Every rank has the bias that one rank alone comes to, which takes the tokens of all.
+    """
+    config = dataclasses.replace(EXPERTS, steps=1, expert_parallel=2)
+    answers = ranks.run_ranks(ranks.save_once, config, str(tmp_path), ranks=4)
+    trainer = Trainer(dataclasses.replace(config, expert_parallel=1))
+    seen: list[list[float]] = []
+    trainer.run(lambda record: seen.append(trainer.model.layers[1].moe.router.bias.tolist()))
+    assert all(bias == seen[0] for _, bias in answers)
+    trainer.restore(tmp_path / "step-00000001")
+    found = ranks.sizes_of(trainer.state())
+    for written, _ in answers:
+        assert found == pytest.approx(written, rel=1e-12)
+    assert found["model/layers.1.moe.router.bias"] > 0
+    assert found["exp_avg/layers.1.moe.experts.w1"] > 0
+
+
 def test_plain_tensors(saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     """torch alone reads it with weights_only: plain float32, names of the bf16 model (pytorch/torchtitan#651)."""
     folder, hashes = saved

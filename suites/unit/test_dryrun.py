@@ -18,11 +18,16 @@ from suites.unit import ranks
 SHORT = TrainConfig(steps=2, batch=4, seq=16, device="cpu", layers=2, digests=False)
 FP8 = dataclasses.replace(SHORT, recipe="rowwise")
 DEEP = dataclasses.replace(SHORT, layers=4)
+EXPERTS = dataclasses.replace(SHORT, model="dsv3-tiny")
 CASES: dict[str, tuple[TrainConfig, int, str]] = {
     "two": (SHORT, 2, "cpu"),
     "four": (FP8, 4, "cpu"),
     "gpu": (SHORT, 2, "cuda"),
     "deep": (DEEP, 4, "cpu"),
+    "experts": (dataclasses.replace(EXPERTS, recipe="rowwise"), 2, "cpu"),
+    "parallel": (dataclasses.replace(EXPERTS, expert_parallel=2), 2, "cpu"),
+    "both": (dataclasses.replace(EXPERTS, expert_parallel=2, layers=3), 4, "cpu"),
+    "longer": (dataclasses.replace(EXPERTS, expert_parallel=2, layers=4), 4, "cpu"),
 }
 
 
@@ -40,6 +45,55 @@ def test_collectives_are_those_of_real_ranks(name: str, dry: dict[str, Any]) -> 
     for found in ranks.run_ranks(ranks.real_collectives, config, ranks=size):
         assert found == dry[name][0]
     assert {op for op, _ in dry[name][0]} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("experts", id="2-ranks-experts-rowwise"),
+        pytest.param("parallel", id="2-ranks-expert-parallel"),
+        pytest.param("both", id="4-ranks-expert-parallel"),
+    ],
+)
+def test_collectives_of_experts(name: str, dry: dict[str, Any]) -> None:
+    """Counts and bytes equal those of real ranks, but for the rows exchanged: there the bytes of all ranks do."""
+    config, size, _ = CASES[name]
+    answers = ranks.run_ranks(ranks.real_collectives, config, ranks=size)
+    exchange = ("all-to-all", config.expert_parallel)
+    exchanged = [answer.pop(exchange, (0, 0)) for answer in answers]
+    expected = dict(dry[name][0])
+    count, volume = expected.pop(exchange, (0, 0))
+    assert all(answer == expected for answer in answers)
+    assert all(found == count for found, _ in exchanged)
+    assert sum(found for _, found in exchanged) == size * volume
+    # A layer of experts: how many rows, then rows there and back, in the forward and in the backward pass.
+    assert count == (5 * config.size.expert_layers if config.expert_parallel > 1 else 0)
+    choices = config.batch // size * config.seq * 2
+    assert volume == (config.size.expert_layers * (4 * choices * 128 * 2 + 8 * 8) if count else 0)
+
+
+def test_sizes_of_experts_by_hand(dry: dict[str, Any]) -> None:
+    """Two of four ranks hold the same 4 of 8 experts a layer: their gradients are reduced over two, the rest over four.
+
+    The last but one all-reduce holds loss and norm, the last what each expert of each layer was chosen.
+    """
+    size = CASES["both"][0].size
+    experts = size.expert_layers * 8 * 3 * 64 * 128
+    collectives, memory = dry["both"]
+    assert collectives["reduce-scatter", 2] == (size.expert_layers, 4 * experts // 2)
+    assert collectives["reduce-scatter", 4] == (2 + size.layers, 4 * (size.parameters - experts))
+    assert collectives["all-reduce", 4] == (3, 8 + 16 + 8 * 8 * size.expert_layers)
+    assert memory["parameters (shard)"] == size.parameters  # 4 bytes, a quarter of them here
+
+
+def test_blocks_of_experts_are_extended(dry: dict[str, Any]) -> None:
+    """A further block of experts adds what the last one added."""
+    [answer] = ranks.run_ranks(
+        ranks.dry_collectives, [(dataclasses.replace(CASES["both"][0], layers=2), 4, "cpu")], ranks=1
+    )
+    extended = Measured(*answer[0]).extended(Measured(*dry["both"]), 1)
+    assert extended.collectives == Measured(*dry["longer"]).collectives
+    assert extended.memory["total"] == pytest.approx(dry["longer"][1]["total"], rel=0.02)
 
 
 def test_sizes_by_hand(dry: dict[str, Any]) -> None:
@@ -91,14 +145,26 @@ def test_topology_by_hand() -> None:
 def test_weak_scaling() -> None:
     """From 8 to 4,096 GPUs: where computing takes longer nothing but the first gather shows; else the network does."""
     measured = Measured({("all-gather", 16): (10, 10**10)}, {})
-    rows = weak_scaling(measured, 16, 5.0, 10, 1000, Topology(**NODE))
+    rows = weak_scaling(measured, 16, 1, 5.0, 10, 1000, Topology(**NODE))
     assert [row["gpus"] for row in rows] == [8 << n for n in range(10)]
     assert rows[-1]["gpus"] == 4096
     assert rows[0]["step_s"] == pytest.approx(10.0 + rows[0]["communication_s"] / 20)
     assert rows[1]["communication_s"] == pytest.approx(10 * (4 * 20e-6 + 15 / 16 / 10))
-    slow = weak_scaling(measured, 16, 0.05, 10, 1000, Topology(**NODE))
+    slow = weak_scaling(measured, 16, 1, 0.05, 10, 1000, Topology(**NODE))
     assert slow[1]["step_s"] == pytest.approx(slow[1]["communication_s"] * 1.05)
     assert slow[1]["efficiency"] < 0.2 < 0.99 < rows[1]["efficiency"] <= 1
+
+
+def test_weak_scaling_of_experts() -> None:
+    """The degree stays: its group exchanges rows on any cluster, the ranks that hold the same experts grow with it."""
+    topology = Topology(**NODE)
+    measured = Measured({("all-to-all", 16): (1, 10**9), ("all-gather", 4): (1, 10**9)}, {})
+    rows = weak_scaling(measured, 64, 16, 1.0, 10, 1000, topology)
+    assert [row["gpus"] for row in rows] == [16 << n for n in range(9)]
+    for row in rows:
+        shards = int(row["gpus"]) // 16
+        expected = topology.seconds("all-to-all", 16, 10**9) + topology.seconds("all-gather", shards, 10**9)
+        assert row["communication_s"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

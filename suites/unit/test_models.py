@@ -1,7 +1,8 @@
-"""Llama 3 from the table: parameter counts, initial weights, causality, the arithmetic of CPUs."""
+"""Llama 3 and DeepSeek-V3 from the table: parameter counts, initial weights, causality, the arithmetic of CPUs."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,8 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from fp8stack.linear import Linear, product, widened
-from fp8stack.models import MODELS, Llama, RMSNorm, Transformer, causal_attention, initial_weight, model_named, rotate
+from fp8stack.models import (
+    MODELS,
+    DeepSeek,
+    Llama,
+    RMSNorm,
+    Transformer,
+    causal_attention,
+    initial_weight,
+    model_named,
+    rotate,
+)
 from fp8stack.models import rope_table as table_of
+from fp8stack.moe import Routing
 
 TINY = MODELS["llama3-tiny"]
 
@@ -30,6 +42,11 @@ def tiny(seed: int = 0) -> Transformer:
         pytest.param("llama3-8b", 8_030_261_248, id="models-8b"),
         pytest.param("llama3-70b", 70_553_706_496, id="models-70b"),
         pytest.param("llama3-405b", 405_853_388_800, id="models-405b"),
+        pytest.param("dsv3-tiny", 1_163_904, id="models-dsv3-tiny"),
+        # As published for V2-Lite and V2; V3 has 14,848 balancing biases more, which are no parameters here.
+        pytest.param("dsv3-16b", 15_706_484_224, id="models-dsv3-16b"),
+        pytest.param("dsv3-236b", 235_741_434_880, id="models-dsv3-236b"),
+        pytest.param("dsv3-671b", 671_026_419_200 - 58 * 256, id="models-dsv3-671b"),
     ],
 )
 def test_parameter_count(name: str, parameters: int) -> None:
@@ -59,6 +76,14 @@ def test_bad_sizes(change: dict[str, int], word: str) -> None:
     sizes = {"dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn": 352, "vocab": 768, **change}
     with pytest.raises(ValueError, match=word):
         Transformer(Llama(**sizes))
+
+
+@pytest.mark.parametrize("field", ["ffn", "expert_ffn", "vocab", "q_lora", "kv_lora", "rope_dim", "nope_dim", "v_dim"])
+def test_bad_sizes_of_deepseek(field: str) -> None:
+    """Every width that a product has is refused by name where FP8 GEMMs cannot take it."""
+    size = MODELS["dsv3-tiny"]
+    with pytest.raises(ValueError, match=f"^{field} is"):
+        Transformer(dataclasses.replace(size, **{field: getattr(size, field) + 8}))
 
 
 def test_initial_weights_depend_on_name_and_seed_only() -> None:
@@ -160,6 +185,102 @@ def test_transformer_is_llama() -> None:
         actual = model(tokens[None])[0].double()
     error = float((expected - actual).norm() / expected.norm())
     assert error < 0.02, f"logits differ by {error:.3g} of their norm; expected bf16's roundings, about 0.005"
+
+
+def _plain_deepseek(weights: dict[str, torch.Tensor], size: DeepSeek, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (S,V) of DeepSeek-V3 as its report has it, in float64, for one sequence: loops over heads and tokens."""
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + size.norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        """Element 2i and 2i + 1 are one complex number, turned by position * theta^(-2i/R)."""
+        half = size.rope_dim // 2
+        angle = torch.arange(len(x)).double()[:, None] * size.rope_theta ** (-torch.arange(half).double() / half)
+        z = torch.view_as_complex(x.reshape(len(x), half, 2)) * torch.polar(torch.ones_like(angle), angle)
+        return torch.view_as_real(z).flatten(1)
+
+    def swiglu(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
+        gate = w1 @ x
+        return w2 @ (gate * gate.sigmoid() * (w3 @ x))
+
+    x = weights["tok_embeddings.weight"][tokens]
+    future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
+    nope, rope, width = size.nope_dim, size.rope_dim, size.nope_dim + size.v_dim
+    for layer in range(size.layers):
+        w = {name.removeprefix(f"layers.{layer}."): value for name, value in weights.items()}
+        normed = norm(x, f"layers.{layer}.attention_norm")
+        if size.q_lora:
+            latent = norm(normed @ w["attention.wq_a.weight"].t(), f"layers.{layer}.attention.q_norm")
+            queries = latent @ w["attention.wq_b.weight"].t()
+        else:
+            queries = normed @ w["attention.wq.weight"].t()
+        compressed = normed @ w["attention.wkv_a.weight"].t()
+        shared_key = turned(compressed[:, size.kv_lora :])
+        latent = norm(compressed[:, : size.kv_lora], f"layers.{layer}.attention.kv_norm")
+        up = latent @ w["attention.wkv_b.weight"].t()
+        heads = []
+        for head in range(size.heads):
+            query = queries[:, head * (nope + rope) : (head + 1) * (nope + rope)]
+            query = torch.cat([query[:, :nope], turned(query[:, nope:])], dim=1)
+            key = torch.cat([up[:, head * width : head * width + nope], shared_key], dim=1)
+            value = up[:, head * width + nope : (head + 1) * width]
+            scores = (query @ key.t() / math.sqrt(nope + rope)).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ value)
+        x = x + torch.cat(heads, dim=1) @ w["attention.wo.weight"].t()
+        normed = norm(x, f"layers.{layer}.ffn_norm")
+        if layer < size.dense_layers:
+            ffn = [w[f"feed_forward.w{i}.weight"] for i in (1, 2, 3)]
+            x = x + torch.stack([swiglu(token, *ffn) for token in normed])
+            continue
+        scores = normed @ w["moe.router.weight"].t()
+        scores = scores.sigmoid() if size.routing.score == "sigmoid" else scores.softmax(-1)
+        shared = [w[f"moe.shared.w{i}.weight"] for i in (1, 2, 3)]
+        experts = [w[f"moe.experts.w{i}"] for i in (1, 2, 3)]
+        rows = []
+        for token, row in zip(normed, scores, strict=True):
+            chosen = row.topk(size.routing.top_k).indices  # of all experts: these sizes limit no groups
+            parts = torch.stack([swiglu(token, *(part[e] for part in experts)) for e in chosen])
+            share = row[chosen] / row[chosen].sum() if size.routing.normalise else row[chosen]
+            rows.append(swiglu(token, *shared) + size.routing.scale * (share[:, None] * parts).sum(0))
+        x = x + torch.stack(rows)
+    return norm(x, "norm") @ weights["output.weight"].t()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({}, id="models-dsv3-sigmoid"),
+        pytest.param({"q_lora": 0, "shared": 2, "routing": Routing(4, 2, "softmax")}, id="models-dsv3-softmax"),
+    ],
+)
+def test_transformer_is_deepseek(change: dict[str, object]) -> None:
+    """The logits are those of a plain float64 DeepSeek, up to bf16's roundings, where every token's choice is clear.
+
+    Groups of experts are test_moe.py's; a choice that bf16 may turn over would be no fault, so routers are sharpened.
+    """
+    size = DeepSeek(
+        dim=64, layers=3, dense_layers=1, heads=2, q_lora=48, kv_lora=32, nope_dim=32, rope_dim=16, v_dim=48, ffn=96,
+        expert_ffn=32, shared=1, vocab=64, routing=Routing(4, 2, "sigmoid", normalise=True, scale=2.5),
+    )  # fmt: skip
+    size = dataclasses.replace(size, **change)
+    model = Transformer(size)
+    model.init_weights(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * torch.sin(torch.arange(len(parameter)).float() + len(name)))
+            elif "router" in name:
+                parameter.mul_(2.0)
+    tokens = torch.arange(24) * 29 % 64
+    weights = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    expected = _plain_deepseek(weights, size, tokens)
+    with torch.no_grad():
+        actual = model(tokens[None])[0].double()
+    errors = (expected - actual).norm(dim=1) / expected.norm(dim=1)
+    error = float(errors.median())
+    assert error < 0.02, f"logits differ by {error:.3g} of their norm; expected bf16's roundings, about 0.006"
+    assert int((errors > 0.02).sum()) <= 3, "more than a few choices of experts were turned over by rounding"
 
 
 def test_attention_is_torchs() -> None:

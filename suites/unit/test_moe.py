@@ -378,7 +378,7 @@ def test_mxfp8_experts() -> None:
         assert bool(parameter.grad.isfinite().all())
         assert int(torch.count_nonzero(parameter.grad[1])) == 0
         assert int(torch.count_nonzero(parameter.grad[[0, 2]])) > 0
-    with pytest.raises(ValueError, match="alignment is 16; expected a multiple of 32"):
+    with pytest.raises(ValueError, match="alignment is 16; expected None or a multiple of 32"):
         experts.keep(alignment=16)
     with pytest.raises(ValueError, match="N is 48; FP8 GEMMs need a multiple of 32"):
         moe.fp8_grouped_mm(x, (normal(3, 48, 64),), offs, experts.plan)
@@ -461,8 +461,8 @@ def test_sizes_are_refused() -> None:
         pytest.param(
             {"fast_accum_gradients": "yes"}, "fast_accum_gradients is 'yes'; expected True or False", id="keep-fast"
         ),
-        pytest.param({"alignment": 24}, "alignment is 24; expected a multiple of 16", id="keep-alignment"),
-        pytest.param({"alignment": 0}, "alignment is 0; expected a multiple of 16", id="keep-alignment-zero"),
+        pytest.param({"alignment": 24}, "alignment is 24; expected None or a multiple of 16", id="keep-alignment"),
+        pytest.param({"alignment": 0}, "alignment is 0; expected None or a multiple of 16", id="keep-alignment-zero"),
         pytest.param({"saved_wieght": "codes"}, "saved_wieght cannot be changed; expected some of", id="keep-unknown"),
         pytest.param({"grad_weight": False}, "grad_weight cannot be changed; expected some of", id="keep-recipe"),
     ],
@@ -521,9 +521,9 @@ def test_codes_are_counted() -> None:
     seen: list[tuple[int, ...]] = []
 
     class Counter(CodeCounter):
-        def observe(self, codes: torch.Tensor, table: CodeTable) -> None:
+        def observe(self, codes: torch.Tensor, table: CodeTable, backward: bool = False) -> None:
             seen.append(tuple(codes.shape))
-            super().observe(codes, table)
+            super().observe(codes, table, backward)
 
     counter = Counter()
     model = nn.Sequential(layer())
@@ -533,12 +533,14 @@ def test_codes_are_counted() -> None:
     padded = groups.padded_rows(rows, 8, 16)
     forward = [(rows, 64), (padded, 64), (rows, 48), (padded, 48), (8, 48, 64), (8, 48, 64), (8, 64, 48)]
     assert sorted(seen) == sorted(forward)
+    assert not bool(counter.totals[1].any())
     assert counter.take()[1] == 0
     seen.clear()
     y.sum().backward()
     # Gradients of y, gate and up; then weights turned.
     gradients = [(rows, 64), (padded, 64), *[(rows, 48), (padded, 48)] * 2]
     assert sorted(seen) == sorted([*gradients, (8, 64, 48), (8, 64, 48), (8, 48, 64)])
+    assert not bool(counter.totals[0].any())
     saturated, nan = counter.take()
     assert saturated > 0
     assert nan == 0

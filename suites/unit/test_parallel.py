@@ -192,6 +192,73 @@ def test_compiled_blocks() -> None:
     assert trainer.gemms.recomputed == SHORT.layers * (LINEARS // 2)
 
 
+def test_rows_of_experts_are_sharded() -> None:
+    """Over more ranks than experts the rows within each; experts where they divide, and where rows do not either."""
+    experts, rows = torch.nn.Parameter(torch.empty(8, 64, 32)), torch.nn.Parameter(torch.empty(10, 32))
+    for ranks_, dim in ((4, 0), (8, 0), (16, 1), (3, 0)):
+        assert parallel._placement_over(ranks_)(experts).dim == dim, ranks_
+        assert parallel._placement_over(ranks_)(rows).dim == 0
+
+
+# Of a dense block and one of experts, on few tokens: a rank's half has some of every size.
+EXPERTS = TrainConfig(model="dsv3-tiny", steps=2, batch=4, seq=64, layers=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[Any], dict[str, dict[str, list[float]]]]:
+    """Steps and digests of EXPERTS on one rank."""
+    result = run(EXPERTS)
+    return [(r.step, r.loss, r.grad_norm, r.saturated, r.nan) for r in result.steps], result.digests
+
+
+@pytest.mark.parametrize(
+    ("size", "degree"),
+    [
+        pytest.param(2, 1, id="2-ranks"),
+        pytest.param(2, 2, id="2-ranks-expert-parallel"),
+        pytest.param(4, 2, id="4-ranks-expert-parallel"),
+    ],
+)
+def test_gradients_of_experts(size: int, degree: int, alone: tuple[list[Any], dict[str, Any]]) -> None:
+    """However ranks share the experts, every parameter has the gradient that one rank computes: norms within 1e-3.
+
+    A known fault leaves those of experts multiplied by the degree, under an unchanged loss curve. A norm's weight has
+    64 or 128 elements only, over which the roundings of its gradient do not average out so far.
+    """
+    steps, digests = alone
+    config = dataclasses.replace(EXPERTS, expert_parallel=degree, recompute="selective" if size == 4 else "none")
+    answers = ranks.run_ranks(ranks.judged_curve, config, ranks=size)
+    assert all(answer == answers[0] for answer in answers), "the ranks report different numbers"
+    found, gradients = answers[0]
+    assert found[0][1] == pytest.approx(steps[0][1], rel=1e-6)
+    assert found[0][2] == pytest.approx(steps[0][2], rel=1e-3)
+    assert found[1][1] == pytest.approx(steps[1][1], rel=2e-3)
+    assert gradients["1"].keys() == digests["1"].keys()
+    for name, (norm, _, dot1, dot2) in digests["1"].items():
+        assert gradients["1"][name][0] == pytest.approx(norm, rel=3e-3 if "norm" in name else 1e-3), name
+        assert gradients["1"][name][2] == pytest.approx(dot1, abs=1e-2 * norm), name
+        assert gradients["1"][name][3] == pytest.approx(dot2, abs=1e-2 * norm), name
+
+
+def test_expert_parallel_needs_ranks() -> None:
+    """A degree that does not divide the ranks is refused by the option's name."""
+    with pytest.raises(train.ConfigError, match=r"expert_parallel is 2, which does not divide 1 ranks.*--expert-par"):
+        Trainer(dataclasses.replace(EXPERTS, expert_parallel=2))
+
+
+def test_compiled_experts() -> None:
+    """A dense block and one of experts are two graphs; numbers, code counts and loads are those of eager mode."""
+    config = dataclasses.replace(EXPERTS, batch=2, seq=16, recipe="rowwise", recompute="selective")
+    plain, trainer = Trainer(config), Trainer(dataclasses.replace(config, compile="aot_eager"))
+    expected, found = plain.run(), trainer.run()
+    assert expected.steps == found.steps
+    assert expected.digests == found.digests
+    assert trainer.compiler.graphs == 2
+    biases = [model.layers[1].moe.router.bias for model in (plain.model, trainer.model)]
+    assert torch.equal(*biases)
+    assert bool(biases[0].any())
+
+
 def test_ranks_must_divide_the_batch() -> None:
     """A batch that ranks and microbatches do not divide is refused by the option's name."""
     with pytest.raises(train.ConfigError, match=r"batch 8 .* 3 ranks.*--batch"):

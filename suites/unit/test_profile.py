@@ -71,6 +71,28 @@ def test_a_gpu_trace(tmp_path: Path) -> None:
     assert sum(time for time, _ in classes.values()) == 335.0
 
 
+def test_kernels_of_a_quantiser(tmp_path: Path) -> None:
+    """A kernel is quantisation if the operator that launched it ran inside a quantiser, on the same thread."""
+
+    def op(name: str, ts: float, dur: float, number: int, tid: int = 1) -> dict[str, Any]:
+        return {**_kernel(name, ts, dur, "cpu_op"), "tid": tid, "args": {"External id": number}}
+
+    def launched(name: str, ts: float, dur: float, number: int) -> dict[str, Any]:
+        return {**_kernel(name, ts, dur), "args": {"External id": number}}
+
+    events = [
+        op("fp8stack::quantize_rowwise", 100, 50, 1), op("aten::amax", 110, 10, 2), op("aten::mul", 130, 10, 3),
+        op("aten::mul", 160, 10, 4), op("aten::mul", 120, 10, 5, tid=2),
+        launched("reduce_kernel", 500, 7, 2), launched("vectorized_elementwise_kernel", 510, 11, 3),
+        launched("vectorized_elementwise_kernel", 530, 13, 4), launched("vectorized_elementwise_kernel", 550, 17, 5),
+        launched("_quantize_rowwise_kernel", 570, 19, 1),
+    ]  # fmt: skip
+    found = read_trace(_write(tmp_path / "a", events, steps=1))
+    assert found.classes()["quantisation"] == (7.0 + 11.0 + 19.0, 3.0)
+    assert found.classes()["elementwise"] == (13.0 + 17.0, 2.0)
+    assert found.kinds["vectorized_elementwise_kernel (of a quantiser)"] == "quantisation"
+
+
 def test_a_cpu_trace_is_read_by_self_time(tmp_path: Path) -> None:
     """What runs inside a quantiser belongs to it; a parent's time is without its children's."""
     events = [

@@ -29,6 +29,7 @@ from fp8stack.kernels import (
     rowwise,
     rowwise_and_colwise,
     rowwise_grouped,
+    scaled_kernel,
     tensorwise,
     together,
 )
@@ -132,6 +133,26 @@ def _grouped(in_rows: bool, fp8: bool) -> Callable[[int], object]:
     return call
 
 
+def _scaled(scales: str, gradient: bool) -> Callable[[int], object]:
+    """An output or weight-gradient GEMM, HIDDEN by 96, of so many tokens, padded to 16 where they are contracted."""
+    row = launch.config(scaled_kernel.SCALED_CONFIGS, TARGET, scaled_kernel.size_class(scales, wide=False))
+    shared = 1 if gradient or scales != "block" else 128
+
+    def call(tokens: int) -> object:
+        m, n, k = (96, HIDDEN, -(-tokens // 16) * 16) if gradient else (tokens, 96, HIDDEN)
+        a, b = torch.empty(m, k).to(FMT.dtype), torch.empty(n, k).to(FMT.dtype).t()
+        if scales == "after":
+            inverse = torch.empty(m), torch.empty(n)
+        elif scales == "block":
+            inverse = torch.empty(m, -(-k // 128)), torch.empty(-(-n // shared), -(-k // 128))
+        else:
+            inverse = tuple(torch.empty((rows, -(-k // 32)), dtype=torch.uint8) for rows in (m, n))
+        options = (torch.bfloat16, None, scales, shared, False, True, row, TARGET)
+        return scaled_kernel.launch_scaled(a, b, *inverse, *options)
+
+    return call
+
+
 def _rowwise_and_colwise(turned: bool = False) -> Callable[[int], object]:
     classes = rowwise_and_colwise.size_class(OFFS.shape[0], HIDDEN, torch.bfloat16)
     row = launch.config(rowwise_and_colwise.ROWWISE_AND_COLWISE_CONFIGS, TARGET, classes)
@@ -174,7 +195,8 @@ def _grouped_mxfp8(in_rows: bool) -> Callable[[int], object]:
 
 # Case -> call, and how many keys a kernel may have. Codes whose rows are tokens long are stored 16 bytes wide where 16
 # divides their number: two keys. Rows of tokens are also read as words where two divides it: three. MXFP8 writes its
-# scales as words where four divide the blocks: four.
+# scales as words where four divide the blocks: four. A product that contracts tokens masks its last step unless they
+# are whole steps: two; and reads E8M0 scales as words where four divide the blocks of whole steps: three.
 CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "rowwise": (_rowwise, 1),
     "tensorwise-row": (_tensorwise("row", HIDDEN), 1),
@@ -195,6 +217,10 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "grouped-bf16-contraction": (_grouped(in_rows=False, fp8=False), 1),
     "rowwise-and-colwise": (_rowwise_and_colwise(), 1),
     "rowwise-and-colwise-transposed": (_rowwise_and_colwise(turned=True), 1),
+    **{f"scaled-{name}-rows": (_scaled(name, gradient=False), 1) for name in ("after", "block", "bytes")},
+    "scaled-after-contraction": (_scaled("after", gradient=True), 2),
+    "scaled-block-contraction": (_scaled("block", gradient=True), 2),
+    "scaled-bytes-contraction": (_scaled("bytes", gradient=True), 3),
     "together": (_together, 1),
     "grouped-mxfp8-rows": (_grouped_mxfp8(in_rows=True), 1),
     "grouped-mxfp8-contraction": (_grouped_mxfp8(in_rows=False), 1),
@@ -219,6 +245,7 @@ def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monk
         rowwise_and_colwise,
         together,
         grouped_kernel,
+        scaled_kernel,
         grouped_mxfp8,
     ):
         for name, kernel in vars(module).items():

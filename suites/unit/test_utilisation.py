@@ -58,6 +58,21 @@ def test_flops_of_llama3_8b() -> None:
     assert flops_a_token(size, 8192, "rowwise", native=False) == Flops(float(total), 0.0)
 
 
+def test_flops_of_dsv3_671b() -> None:
+    """By hand: what a token meets, its 8 of 256 experts, and the routers; attention of heads 192 and 128 wide."""
+    q = 7168 * 1536 + 1536 * 128 * 192
+    kv = 7168 * (512 + 64) + 512 * 128 * (128 + 128)
+    attention = 61 * (q + kv + 128 * 128 * 7168)
+    feed_forward = 3 * 3 * 7168 * 18432 + 58 * 9 * 3 * 7168 * 2048
+    router, head = 58 * 256 * 7168, 129_280 * 7168
+    blocks = attention + feed_forward
+    assert blocks + router + head == 36_624_596_992  # 37 B activated, less the embedding
+    size = model_named("dsv3-671b")
+    total = float(6 * 36_624_596_992 + 6 * 61 * 128 * (192 + 128) * 4096)
+    assert flops_a_token(size, 4096, "bf16") == Flops(total, 0.0)
+    assert flops_a_token(size, 4096, "rowwise") == Flops(total - 6 * blocks, float(6 * blocks))
+
+
 def test_each_product_against_its_own_peak() -> None:
     """989 TFLOP in bf16 and 1979 in FP8 are two seconds at the peaks of an H200; against one peak they are not."""
     figures = utilisation(Flops(989e9, 1979e9), 1000, 4.0, "NVIDIA H200")

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from fp8stack import train, weights
 from fp8stack.config import TrainConfig
-from fp8stack.models import held, model_named
+from fp8stack.models import Transformer, held, model_named
+from fp8stack.moe import Routing
 from fp8stack.train import Trainer
 from fp8stack.weights import WeightsError, hugging_face_name
+from suites.unit import ranks
 
 SHORT = TrainConfig(steps=1, batch=2, seq=16, device="cpu", layers=2)
 SIZE = dataclasses.replace(model_named("llama3-tiny"), layers=2)
@@ -89,6 +91,129 @@ def test_bf16_and_a_tied_head(exported: tuple[Path, dict[str, torch.Tensor]], tm
     assert torch.equal(head, embedding)
     assert torch.equal(embedding, found["model.embed_tokens.weight"].bfloat16().float())
     assert embedding.dtype == torch.float32
+
+
+# As published for DeepSeek-V3: a dense layer and one of 8 experts, with the widths of dsv3-tiny.
+EXPERTS = TrainConfig(model="dsv3-tiny", steps=1, batch=2, seq=16, device="cpu", layers=2)
+ATTENTION = {
+    "self_attn.q_a_proj.weight": (64, 128),
+    "self_attn.q_a_layernorm.weight": (64,),
+    "self_attn.q_b_proj.weight": (96, 64),
+    "self_attn.kv_a_proj_with_mqa.weight": (80, 128),
+    "self_attn.kv_a_layernorm.weight": (64,),
+    "self_attn.kv_b_proj.weight": (128, 64),
+    "self_attn.o_proj.weight": (128, 64),
+    "input_layernorm.weight": (128,),
+    "post_attention_layernorm.weight": (128,),
+}
+PUBLISHED_DEEPSEEK = {
+    "model.embed_tokens.weight": (768, 128),
+    **{f"model.layers.{n}.{name}": shape for n in (0, 1) for name, shape in ATTENTION.items()},
+    "model.layers.0.mlp.gate_proj.weight": (352, 128),
+    "model.layers.0.mlp.up_proj.weight": (352, 128),
+    "model.layers.0.mlp.down_proj.weight": (128, 352),
+    "model.layers.1.mlp.gate.weight": (8, 128),
+    "model.layers.1.mlp.gate.e_score_correction_bias": (8,),
+    **{
+        f"model.layers.1.mlp.{part}.{name}.weight": shape
+        for part in (*(f"experts.{e}" for e in range(8)), "shared_experts")
+        for name, shape in {"gate_proj": (64, 128), "up_proj": (64, 128), "down_proj": (128, 64)}.items()
+    },
+    "model.norm.weight": (128,),
+    "lm_head.weight": (768, 128),
+}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], dict[str, float]]:
+    """A folder with the weights of EXPERTS after a step, what is in it, and a hash a parameter of the model."""
+    folder = tmp_path_factory.mktemp("experts")
+    trainer = Trainer(EXPERTS)
+    trainer.run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_FILE_BYTES", 300_000)  # the experts of a matrix do not fit into one file
+        weights.write(folder, trainer.model, EXPERTS.size)
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return folder, found, ranks.hashes(trainer.model)
+
+
+def test_deepseek(experts: tuple[Path, dict[str, torch.Tensor], dict[str, float]]) -> None:
+    """Names and shapes are those of a published DeepSeek-V3; all bits come back, the balancing bias with them."""
+    folder, found, _ = experts
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == PUBLISHED_DEEPSEEK
+    index = json.loads((folder / weights.INDEX).read_text())
+    assert set(index["weight_map"]) == set(PUBLISHED_DEEPSEEK)
+    assert index["metadata"]["total_size"] == 4 * sum(tensor.numel() for tensor in found.values())
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["n_routed_experts"], config["q_lora_rank"]) == ("deepseek_v3", 8, 64)
+    bias = found["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert set(bias.abs().tolist()) - {0.0} == {float(torch.tensor(1e-3))}
+
+    model = Trainer(dataclasses.replace(EXPERTS, init_from=str(folder))).model
+    assert torch.equal(model.layers[1].moe.router.bias, bias)
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            assert torch.equal(held(parameter), found[hugging_face_name(name)]), name
+        else:
+            for expert in range(8):
+                assert torch.equal(held(parameter)[expert], found[hugging_face_name(name, expert)]), (name, expert)
+
+
+def test_deepseek_on_ranks(experts: tuple[Path, dict[str, torch.Tensor], dict[str, float]], tmp_path: Path) -> None:
+    """Ranks that hold a part of the experts, or of their rows, read what is theirs, and write what was read."""
+    folder, found, hashes = experts
+    for name, degree, size, by_rows in (("experts", 2, 4, False), ("rows", 1, 2, True)):
+        config = dataclasses.replace(EXPERTS, init_from=str(folder), batch=4, expert_parallel=degree)
+        out = tmp_path / name
+        for read, local in ranks.run_ranks(ranks.read_and_write, config, str(out), by_rows, ranks=size):
+            assert read == pytest.approx(hashes, rel=1e-12), name
+            assert local == ((8 // degree, 64 // (size // degree), 128) if by_rows else (8 // size, 64, 128)), name
+        written: dict[str, torch.Tensor] = {}
+        for file in out.glob("*.safetensors"):
+            written |= load_file(file)
+        assert written.keys() == found.keys()
+        for key, tensor in found.items():
+            assert torch.equal(written[key], tensor), key
+
+
+def test_deepseek_refused(experts: tuple[Path, dict[str, torch.Tensor], dict[str, float]], tmp_path: Path) -> None:
+    """A missing bias or expert, weights in FP8, stretched positions: one line that names it."""
+    _, found, _ = experts
+    model = Trainer(EXPERTS).model
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    for tensors, config, told in (
+        ({n: t for n, t in found.items() if n != name}, {}, f"no tensor '{name}'"),
+        ({n: t for n, t in found.items() if n != bias}, {}, f"no tensor '{bias}'"),
+        ({**found, name: found[name].to(torch.float8_e4m3fn)}, {}, f"'{name}' is F8_E4M3 .* scales"),
+        (found, {"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling"),
+    ):
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(WeightsError, match=told):
+            weights.read(tmp_path, model, EXPERTS.size)
+
+
+def test_softmax_models_have_no_bias(tmp_path: Path) -> None:
+    """DeepSeek-V2 is published without balancing biases: they stay zero."""
+    size = dataclasses.replace(EXPERTS.size, q_lora=0, routing=Routing(8, 2, "softmax"))
+    model, again = Transformer(size), Transformer(size)
+    model.init_weights(0)
+    model.layers[1].moe.router.bias.fill_(1.0)
+    weights.write(tmp_path, model, size)
+    found: dict[str, torch.Tensor] = {}
+    for file in tmp_path.glob("*.safetensors"):
+        found |= load_file(file)
+        file.unlink()
+    (tmp_path / weights.INDEX).unlink()
+    save_file({n: t for n, t in found.items() if "bias" not in n}, tmp_path / "model.safetensors")
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "deepseek_v2"
+    weights.read(tmp_path, again, size)
+    assert not bool(again.layers[1].moe.router.bias.any())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
 
 
 def _without(folder: Path, found: dict[str, torch.Tensor]) -> None:

@@ -209,13 +209,16 @@ def test_what_is_kept_changes_no_bit(
             assert_bits_equal(one, found, what)
 
 
-def launched(call: Callable[[], object], device: str) -> dict[str, int]:
-    """How often each kernel of fp8stack that quantises is launched by a call: by torch's profiler, or interpreted."""
+def launched(call: Callable[[], object], device: str, large: int) -> tuple[dict[str, int], dict[str, int]]:
+    """How often each kernel that quantises is launched by a call, and copies of tensors of so many elements.
+
+    By torch's profiler; where kernels are interpreted it sees the copies alone, and the interpreter counts.
+    """
     quantising = perf.quantising_kernels()
     if device == "cuda":
-        seen = perf.traced(call, torch.device("cuda", torch.cuda.current_device()), 1 << 62)
+        seen = perf.traced(call, torch.device("cuda", torch.cuda.current_device()), large)
         assert seen.on_device, "torch's profiler shows no kernel of the GPU; set KINETO_LOG_LEVEL=0 to read why"
-        return seen.kernels
+        return seen.kernels, seen.copies
     from triton.runtime.interpreter import GridExecutor
 
     counts: dict[str, int] = {}
@@ -229,8 +232,8 @@ def launched(call: Callable[[], object], device: str) -> dict[str, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", execute)
-        call()
-    return counts
+        copies = perf.traced(call, torch.device("cpu"), large).copies
+    return counts, copies
 
 
 @pytest.mark.skipif(
@@ -242,7 +245,8 @@ def test_launches(
 ) -> None:
     """A layer of experts launches two kernels that quantise in the forward pass and two in the backward pass.
 
-    With kernels for each tensor, which a table may choose, they are nine and twelve: the count would see them.
+    No weight and no activation is copied. With kernels for each tensor, which a table may choose, they are nine and
+    twelve: the count would see them.
     """
     experts = GroupedExperts(2, 32, 16).to(device)
     with torch.no_grad():
@@ -256,12 +260,13 @@ def test_launches(
         if device == "cuda":
             experts(x, offs).backward(dy)  # kernels are compiled
         outputs: list[torch.Tensor] = []
-        forward = launched(lambda x=x, outputs=outputs: outputs.append(experts(x, offs)), device)
-        backward = launched(lambda outputs=outputs: outputs[0].backward(dy), device)
+        forward, copied = launched(lambda x=x, outputs=outputs: outputs.append(experts(x, offs)), device, 8 * 16)
+        backward, also = launched(lambda outputs=outputs: outputs[0].backward(dy), device, 8 * 16)
         if one_launch:
             assert forward == backward == {"_quantize_together_kernel": 2}
         else:
             assert (sum(forward.values()), sum(backward.values())) == (9, 12)
+        assert copied == also == {}
 
 
 @cases("partial", formats_=("e4m3fn",))

@@ -4,6 +4,8 @@
               of any size (a ratio to those of multiples of 16), and torchao's where it is installed
     choices   the ways to quantise what a product needs: in one launch (moe.ONE_LAUNCH), or each tensor by kernels of
               its own, both its codes from one read (moe.ONE_READ) or from two kernels
+    configs   launch configurations of the one launch (together.TOGETHER_CONFIGS), for what both passes of a product
+              need; not among the default
     layer     router, dispatch, experts, shared experts: FP8 against bf16, speed and peak memory, eager and compiled
     launches  kernels that quantise, and copies of weights and activations, in a layer's forward and backward pass, as
               torch's profiler counts them
@@ -63,6 +65,7 @@ Quantised = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch
 Step = Callable[[], tuple[torch.Tensor, ...]]  # forward and backward: the output, then gradients
 
 SECTIONS = ("op", "choices", "layer", "launches", "linear")
+EXTRA = ("configs",)  # only where asked for
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ LAYERS: dict[str, Layer] = {
 }
 LAYER = Bar(1.05, 1.25)
 LAYER_MEMORY = 1.02  # of bf16's peak, at most
+NOT_HELD = ("codes", "each")  # candidates, by the end of their names, whose memory is for comparison
 LAUNCHES = 2  # that quantise, a pass, at most
 
 
@@ -147,7 +151,7 @@ class Row:
             found += [
                 f"{self.case}: {name} needs {size / limit * self.most_memory:.3f} of the memory, bar {self.most_memory}"
                 for name, size in self.peak_bytes.items()
-                if size > limit
+                if size > limit and not name.endswith(NOT_HELD)
             ]
         if self.most_counts is not None:
             found += [
@@ -214,23 +218,22 @@ def differentiated(
     return (y.detach(), *torch.autograd.grad(y, inputs, grad))
 
 
-def peak_bytes(where: torch.device, make: Callable[[], Step]) -> int | None:
-    """The most memory that is allocated during a step, with what `make` allocates for it; None on a CPU."""
+def peak_bytes(where: torch.device, step: Step, resident: int = 0) -> int | None:
+    """The most memory that a step allocates, beside the `resident` bytes of what it works on; None on a CPU."""
+    step()  # what is allocated once, by libraries
     if where.type != "cuda":
-        make()()
         return None
     _free()
-    before = torch.cuda.memory_allocated(where)
-    step = make()
-    step()  # what is allocated once, by libraries
     torch.cuda.synchronize(where)
     torch.cuda.reset_peak_memory_stats(where)
+    before = torch.cuda.memory_allocated(where)
     step()
     torch.cuda.synchronize(where)
-    most = torch.cuda.max_memory_allocated(where) - before
-    del step
-    _free()
-    return most
+    return torch.cuda.max_memory_allocated(where) - before + resident
+
+
+def _allocated(where: torch.device) -> int:
+    return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
 
 
 def this_gpu() -> torch.device:
@@ -354,7 +357,7 @@ def time_op(shape: Shape, found: device.Detected, where: torch.device, rounds: i
     candidates = list(op_candidates(sets, found))
     compare(row, candidates, rounds, moved)
     for candidate in candidates:
-        most = None if candidate.name in row.wrong else peak_bytes(where, lambda c=candidate: c.steps[0])
+        most = None if candidate.name in row.wrong else peak_bytes(where, candidate.steps[0])
         if most is not None:
             row.peak_bytes[candidate.name] = most
     del candidates
@@ -399,21 +402,96 @@ def choose(target: str) -> None:
 def time_choices(shape: Shape, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:
     """What the product of two weights has quantised, forward and backward, in each of WAYS."""
     e, m, k, n = shape
-    plan, generator = op_plans(found)["fp8"], _generator(where)
+    plan = op_plans(found)["fp8"]
     choose(found.target.name)
+    passes, offs, moved = products(shape, where)
+    name = f"E{e} M{m} K{k} N{n}"
+    return [_choice(f"{name} {phase}", plan, given, offs, rounds, moved) for phase, given in passes.items()]
+
+
+def products(shape: Shape, where: torch.device) -> tuple[dict[str, list[Quantised]], torch.Tensor, int]:
+    """What the product of two weights has quantised in each pass, on enough operands; offs; bytes that are read."""
+    e, m, k, n = shape
+    generator = _generator(where)
     offs = kernels.random_ends((m, e), generator)
     moved = 4 * (m * k + 2 * e * n * k)
     sets = []
     for _ in range(timing.rotations(moved)):
         weights = [_normal(generator, e, n, k) for _ in range(2)]
         sets.append((_normal(generator, m, k), weights, [_normal(generator, m, n) for _ in range(2)]))
-    passes = {
+    passes: dict[str, list[Quantised]] = {
         "forward": [((x, *w), (x,), ()) for x, w, _ in sets],
         "forward, weights both ways": [((x, *w), (x,), w) for x, w, _ in sets],
         "backward": [(dy, dy, w) for _, w, dy in sets],
     }
-    name = f"E{e} M{m} K{k} N{n}"
-    return [_choice(f"{name} {phase}", plan, given, offs, rounds, moved) for phase, given in passes.items()]
+    return passes, offs, moved
+
+
+def together_configs() -> Iterator[together.TogetherConfig]:
+    """Configurations worth a try: a thread has 16 parts of 16 bytes; rows of 16 elements a thread, or twice that."""
+    tiles = {2: ((32, 256), (64, 128)), 4: ((64, 256), (32, 512)), 8: ((64, 512), (32, 1024), (128, 256))}
+    for warps, blocks in tiles.items():
+        for columns, rows in blocks:
+            for held, programs in (
+                (0, 12 // warps),
+                (1, 12 // warps),
+                (1, 16 // warps),
+                (1, 8 // warps),
+                (2, 8 // warps),
+            ):
+                block = 512 * warps
+                yield together.TogetherConfig(
+                    2048 // block or 1, max(block, 1024), columns, rows, 16, held, warps, programs, ""
+                )
+
+
+def config_name(row: together.TogetherConfig) -> str:
+    """A configuration's values in the order of its fields."""
+    return "/".join(str(value) for name, value in vars(row).items() if name != "measured")
+
+
+def _with_config(
+    row: together.TogetherConfig, plan: moe.ExpertPlan, given: Quantised, offs: torch.Tensor
+) -> list[torch.Tensor]:
+    recipe = plan.recipe
+    return together.launch_together(*given, offs, plan.fmt, recipe.pow2, recipe.alignment, row, plan.target)
+
+
+def time_configs(shape: Shape, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:
+    """Every configuration on what both passes quantise, against the table's; the fastest first."""
+    plan = op_plans(found)["fp8"]
+    table = together.TOGETHER_CONFIGS[found.target.name, colwise.size_class(shape[0])]
+    passes, offs, moved = products(shape, where)
+    e, m, k, n = shape
+    rows = []
+    for phase in ("forward", "backward"):
+        row = Row("configs", f"E{e} M{m} K{k} N{n} {phase}", "table")
+        given = passes[phase]
+        expected = _with_config(table, plan, given[0], offs)
+        right = {"table": table}
+        for config in together_configs():
+            name = config_name(config)
+            try:
+                same = zip(expected, _with_config(config, plan, given[0], offs), strict=True)
+                if all(torch.equal(left.view(torch.uint8), other.view(torch.uint8)) for left, other in same):
+                    right[name] = config
+                else:
+                    row.wrong[name] = "its bits are not those of the table's"
+            except RuntimeError as error:  # too many registers, too much shared memory
+                print(f"{name} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
+        timed = timing.measure(
+            [
+                timing.Candidate(name, [lambda x=x, c=c: _with_config(c, plan, x, offs) for x in given], moved)
+                for name, c in right.items()
+            ],
+            rounds,
+        )
+        for name in sorted(timed, key=lambda name: timed[name].median_ns):
+            row.speedup[name] = statistics.median(a / b for a, b in zip(timed["table"].ns, timed[name].ns, strict=True))
+            row.median_us[name], row.samples_ns[name] = timed[name].median_ns / 1e3, list(timed[name].ns)
+        rows.append(row)
+    _free()
+    return rows
 
 
 def _choice(
@@ -506,19 +584,19 @@ def time_layer(name: str, compiled: bool, found: device.Detected, where: torch.d
         module = make_layer(size, fields, found, where)
         return layer_step(size, _compiled(module) if compiled else module, module, where)
 
-    kinds = layer_kinds(compiled)
     torch._dynamo.reset()
-    for label, fields in kinds.items():
-        most = peak_bytes(where, lambda fields=fields: make(fields))
-        if most is not None and label != "fp8 fast codes":
+    candidates = []
+    for label, fields in layer_kinds(compiled).items():
+        _free()
+        before = _allocated(where)
+        step = make(fields)
+        # A layer's weights are larger than any cache: one set of operands.
+        candidates.append(Steps(label, [step]))
+        most = peak_bytes(where, step, _allocated(where) - before)
+        if most is not None:
             row.peak_bytes[label] = most
-        elif most is not None:
-            row.counts["peak MiB, not held to the bar"] = {label: most >> 20}
-    # A layer's weights are larger than any cache: one set of operands.
-    torch._dynamo.reset()
-    candidates = [Steps(label, [make(fields)]) for label, fields in kinds.items()]
     compare(row, candidates, rounds, 6 * size.routing.experts * size.dim * size.ffn)
-    del candidates
+    del candidates, step
     _free()
     return [row]
 
@@ -682,11 +760,12 @@ class Part:
     shape: tuple[int, ...] = ()
     name: str = ""
     compiled: bool = False
+    share: tuple[int, int] = (0, 1)  # of its candidates, where several processes compile them
 
 
 def parts(only: Sequence[str], shapes: Sequence[Shape], layers: Sequence[str], eager: bool) -> list[Part]:
     """The work, in the order in which it is reported."""
-    found = [Part(section, shape) for section in ("op", "choices") if section in only for shape in shapes]
+    found = [Part(section, shape) for section in ("op", "choices", "configs") if section in only for shape in shapes]
     for name in layers:
         if "layer" in only:
             found += [Part("layer", name=name, compiled=True)] + ([Part("layer", name=name)] if eager else [])
@@ -715,9 +794,16 @@ def compile_part(part: Part, recipes: Sequence[str]) -> None:
                 way.quantise((x, w, w), (x,), (w, w), offs)
                 way.quantise((x, w, w), (x,), (), offs)
                 way.quantise((dy, dy), (dy, dy), (w, w), offs)
+        elif part.section == "configs":
+            e, _, k, n = part.shape
+            plan = op_plans(found)["fp8"]
+            passes, offs, _ = products((e, 32 * e, k, n), where)
+            for config in list(together_configs())[part.share[0] :: part.share[1]]:
+                for phase in ("forward", "backward"):
+                    _with_config(config, plan, passes[phase][0], offs)
         elif part.section in ("layer", "launches"):
             size = LAYERS[part.name]
-            for fields in layer_kinds(part.compiled).values():
+            for fields in list(layer_kinds(part.compiled).values())[part.share[0] :: part.share[1]]:
                 module = make_layer(size, fields, found, where)
                 layer_step(size, _compiled(module) if part.compiled else module, module, where)()
                 del module
@@ -732,9 +818,10 @@ def compile_part(part: Part, recipes: Sequence[str]) -> None:
 
 def rows_of(part: Part, recipes: Sequence[str], found: device.Detected, where: torch.device, rounds: int) -> list[Row]:
     """The rows of a part."""
-    if part.section in ("op", "choices"):
+    if part.section in ("op", "choices", "configs"):
         e, m, k, n = part.shape
-        return (time_op if part.section == "op" else time_choices)((e, m, k, n), found, where, rounds)
+        time = {"op": time_op, "choices": time_choices, "configs": time_configs}[part.section]
+        return time((e, m, k, n), found, where, rounds)
     if part.section == "layer":
         return time_layer(part.name, part.compiled, found, where, rounds)
     if part.section == "launches":
@@ -780,8 +867,8 @@ def _shape(text: str) -> Shape:
 
 def _sections(text: str) -> list[str]:
     names = text.split(",")
-    if not set(names) <= set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"{text}: expected some of {', '.join(SECTIONS)}")
+    if not set(names) <= {*SECTIONS, *EXTRA}:
+        raise argparse.ArgumentTypeError(f"{text}: expected some of {', '.join((*SECTIONS, *EXTRA))}")
     return names
 
 
@@ -817,8 +904,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     work = parts(options.only, options.shape, options.layer, not options.no_eager)
     if options.jobs > 1:
-        # The choices' kernels are among the op's but for a few: a process each for the longest first.
-        order = sorted(work, key=lambda part: ("layer", "linear", "op", "launches", "choices").index(part.section))
+        # A process each for the longest first.
+        longest = ("layer", "linear", "op", "configs", "launches", "choices")
+        order = sorted(work, key=lambda part: longest.index(part.section))
+        shares = {"configs": options.jobs, "layer": 4}
+        order = [
+            replace(part, share=(n, count))
+            for part in order
+            for count in [shares.get(part.section, 1)]
+            for n in range(count)
+        ]
         with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_part, order, [options.recipe] * len(order)))
     rows: list[Row] = []

@@ -110,6 +110,32 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows("choices", shape=SHAPE)[0].wrong == {"each, two kernels": "its bits are not those of one launch"}
 
 
+def test_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations of the one launch, on what both passes quantise, the fastest first; wrong bits are named.
+
+    The launch is a stand-in, the reference; one configuration loses a code.
+    """
+    few = list(moe.together_configs())[:3]
+    for row in moe.together_configs():
+        assert row.columns * row.rows == 8 * row.parts * 32 * row.num_warps
+    monkeypatch.setattr(moe, "together_configs", lambda: iter(few))
+    reference = moe.together._quantize_together_parts_reference
+
+    def launch_together(rows, columns, weights, offs, fmt, pow2, alignment, row, target):
+        results = reference(rows, columns, weights, offs, fmt, pow2, alignment)
+        if row == few[1]:
+            results[0].view(torch.uint8)[0] = 0
+        return results
+
+    monkeypatch.setattr(moe.together, "launch_together", launch_together)
+    found = rows("configs", shape=SHAPE)
+    assert [row.case.split()[-1] for row in found] == ["forward", "backward"]
+    for row in found:
+        assert list(row.wrong) == [moe.config_name(few[1])]
+        assert set(row.speedup) == {"table", moe.config_name(few[0]), moe.config_name(few[2])}
+    assert moe.parts(["configs"], [SHAPE], [], False) == [moe.Part("configs", SHAPE)]
+
+
 @pytest.mark.parametrize("compiled", [pytest.param(True, id="compiled"), pytest.param(False, id="eager")])
 def test_layer(compiled: bool) -> None:
     """A layer in FP8 is right against its bf16 twin, of equal weights, router and shared experts included."""
@@ -158,6 +184,21 @@ def test_linear() -> None:
     assert row.wrong == {}
     assert set(row.speedup) == {"bf16", "rowwise", "rowwise_with_gw_hp"}
     assert row.below() == ["64->48 M32: rowwise is 0.600x bf16, bar 1.4"]
+
+
+def test_compiles_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What each process runs before anything is timed runs through, for every part; it names what does not."""
+    monkeypatch.setattr(moe, "this_gpu", lambda: CPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(moe, "_with_config", lambda *_: [])
+    every = [*moe.SECTIONS, *moe.EXTRA]
+    work = moe.parts(every, [SHAPE], ["dsv3"], True)
+    assert {part.section for part in work} == set(every)
+    for part in work:
+        moe.compile_part(part, ("rowwise",))
+    assert capsys.readouterr().err == ""
+    moe.compile_part(moe.Part("linear", (64, 48)), ("nothing",))
+    assert "recipe 'nothing' does not exist" in capsys.readouterr().err
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,8 @@ class CompileSpec:
         native: the kernel casts with the target's own FP8 instruction, so `fmt` must have one there.
         wide_bytes: widest load and store that the layout allows, in bytes; what the codegen suite demands.
         encodes: the kernel writes codes. One that only reduces has no conversion and no wide store to show.
-        multiplies: `fp8` or `bf16`, where the kernel multiplies matrices: the target's instruction for it must be used.
+        multiplies: `fp8`, `bf16`, or `mxfp8` (scales in the instruction), where the kernel multiplies matrices: the
+            target's instruction for it must be used.
         options: further launch options (`waves_per_eu`, `matrix_instr_nonkdim`, ...).
     """
 

@@ -9,10 +9,14 @@ constant along the contraction, so the same tensor is quantised along different 
 
 Every operand below is therefore brought into the form (rows, contraction) before it is quantised, and `scaled_mm`
 gets the right one as the transposed view (column-major), which is the layout that FP8 matrix units take. `RECIPES`
-says which granularity and format each of the six operands has; a GEMM that is None stays in high precision.
+says which granularity and format each of the six operands has; a GEMM that is None stays in high precision. A scale
+for a block of 128 or 32 along the contraction follows the same rule, block by block; only a tensor's scale and that of
+a 128x128 block are the same along both dimensions.
 
 Weights stay plain fp32 (or bf16) `nn.Parameter`s named `weight` and `bias`: a state dict has the keys and the tensors
-of `nn.Linear`. They are cast to the activations' dtype for compute, as FSDP2's mixed precision would.
+of `nn.Linear`. They are cast to the activations' dtype for compute, as FSDP2's mixed precision would; that dtype is
+autocast's where it is on, as with torch's own linear. fp16 is widened to fp32, which holds it exactly: neither the
+quantisers nor the products take it.
 
 CPU arithmetic: a product of bf16 matrices is accumulated in float64, rounded to float32 and from there to bf16.
 Products of bf16 numbers have 16 significant bits, so a float64 sum of them is exact unless their sizes span more than
@@ -28,7 +32,7 @@ row).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,7 +43,12 @@ from torch.autograd.function import once_differentiable
 from fp8stack import device as devices
 from fp8stack import formats
 from fp8stack.formats import Format
+from fp8stack.kernels import mxfp8
+from fp8stack.kernels.blockwise import quantize_blockwise
+from fp8stack.kernels.colwise import quantize_colwise_grouped
+from fp8stack.kernels.mxfp8 import quantize_mxfp8
 from fp8stack.kernels.rowwise import quantize_rowwise
+from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
 from fp8stack.kernels.scaled_mm import choose_backend, scaled_mm
 from fp8stack.kernels.tensorwise import quantize_tensorwise
 from fp8stack.metrics import CodeCounter
@@ -51,9 +60,13 @@ ALIGNMENT = 16
 # -------------------------------------------------------------------------------------------------------------- recipes
 @dataclass(frozen=True)
 class Cast:
-    """How an operand becomes FP8: one scale a `row` (along the contraction) or `tensor`, and the kind of format."""
+    """How an operand becomes FP8: what shares a scale, and the kind of format.
 
-    granularity: Literal["row", "tensor"]
+    granularity: a `row` (along the contraction), the `tensor`, blocks of `1x128` or `1x32` (along the contraction; the
+    scales of the latter are E8M0) or `128x128`.
+    """
+
+    granularity: Literal["row", "tensor", "1x128", "128x128", "1x32"]
     kind: Literal["e4m3", "e5m2"]
 
 
@@ -67,16 +80,36 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row of RECIPES: the casts of the three GEMMs. A GEMM that is None is done in the activations' dtype."""
+    """One row of RECIPES: the casts of the three GEMMs. A GEMM that is None is done in the activations' dtype.
+
+    pow2: scales are powers of two. fast_accum: the hardware may accumulate the output with fewer bits;
+    fast_accum_gradients: both gradients too. scale_mode: how the E8M0 scales of 1x32 are rounded (mxfp8.py, MODES).
+    """
 
     name: str
     output: Gemm
     grad_input: Gemm
     grad_weight: Gemm | None
     pow2: bool
+    fast_accum: bool = True
+    fast_accum_gradients: bool = False
+    scale_mode: str = "rceil"
+
+    def __post_init__(self) -> None:
+        if self.scale_mode not in mxfp8.MODES:
+            raise ValueError(
+                f"scale_mode is {self.scale_mode!r}; expected one of: {', '.join(mxfp8.MODES)}; correct the recipe"
+            )
+
+    def casts(self) -> Iterator[Cast]:
+        """Those of all operands in FP8."""
+        for gemm in (self.output, self.grad_input, self.grad_weight):
+            if gemm is not None:
+                yield from (gemm.left, gemm.right)
 
 
 _ROW, _TENSOR, _TENSOR_GRAD = Cast("row", "e4m3"), Cast("tensor", "e4m3"), Cast("tensor", "e5m2")
+_BLOCK, _SQUARE, _MX = Cast("1x128", "e4m3"), Cast("128x128", "e4m3"), Cast("1x32", "e4m3")
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -101,6 +134,22 @@ RECIPES: dict[str, Recipe] = {
             output=Gemm(_ROW, _ROW),
             grad_input=Gemm(_ROW, _TENSOR),
             grad_weight=None,
+            pow2=True,
+        ),
+        # DeepSeek-V3's: a weight's block serves both directions.
+        Recipe(
+            "blockwise",
+            output=Gemm(_BLOCK, _SQUARE),
+            grad_input=Gemm(_BLOCK, _SQUARE),
+            grad_weight=Gemm(_BLOCK, _BLOCK),
+            pow2=False,
+        ),
+        # OCP formats only. rceil: no code of a block saturates.
+        Recipe(
+            "mxfp8",
+            output=Gemm(_MX, _MX),
+            grad_input=Gemm(_MX, _MX),
+            grad_weight=Gemm(_MX, _MX),
             pow2=True,
         ),
     )
@@ -149,9 +198,30 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.double() if device_type(x) == "cpu" and x.dtype == torch.bfloat16 else x
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """What a linear of torch computes x in: autocast's dtype where it is on for the device of x, else that of x."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Inside, products on the device of x are done in the dtype of their operands.
+
+    Around products alone: a compiled backward pass is traced where its forward pass began, and dynamo (torch 2.13)
+    takes no other place for it.
+    """
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a (M,K) @ b (K,N) [+ bias (N)] -> (M,N) in out_dtype, for operands that `widened` returned."""
-    total = a @ b if bias is None else torch.addmm(bias.to(a.dtype), a, b)
+    with without_autocast(a):
+        total = a @ b if bias is None else torch.addmm(bias.to(a.dtype), a, b)
     return total.to(out_dtype)
 
 
@@ -191,10 +261,11 @@ class Linear(nn.Linear):
     """nn.Linear that casts its master weight to the dtype of its input and uses the arithmetic of this file on CPUs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) -> (..., N), in x's dtype."""
-        weight = self.weight.to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = _HighPrecisionLinear.apply(x.reshape(-1, self.in_features), weight, bias)
+        """x (..., K) -> (..., N), in x's dtype, or autocast's."""
+        dtype = autocast_dtype(x)
+        weight = self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        y = _HighPrecisionLinear.apply(x.to(dtype).reshape(-1, self.in_features), weight, bias)
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -215,22 +286,59 @@ class Plan:
 
 
 class _Operand:
-    """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions."""
+    """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions.
 
-    def __init__(self, x: torch.Tensor, plan: Plan, backward: bool = False) -> None:
-        self.x, self.plan, self.backward = x, plan, backward
+    both_ways: contracting will be called for both dimensions with this cast. A cast of rows then reads x once for both.
+    """
+
+    def __init__(self, x: torch.Tensor, plan: Plan, backward: bool = False, both_ways: Cast | None = None) -> None:
+        self.x, self.plan, self.backward, self.both_ways = x, plan, backward, both_ways
         self._tensorwise: dict[Cast, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row-major codes (rows, contraction), contracting dimension `dim` of x; inverse scales (rows,) or ()."""
-        fmt, pow2 = self.plan.format_of(cast), self.plan.recipe.pow2
+        """Row-major codes (rows, contraction), contracting dimension `dim` of x, and their inverse scales.
+
+        The scales: (rows,) or (); of blocks (rows, blocks) or (blocks, blocks), as the quantisers write them. A cast of
+        rows that contracts dimension 0 appends zero codes up to a multiple of ALIGNMENT.
+        """
+        fmt, recipe = self.plan.format_of(cast), self.plan.recipe
+        rows = self.x if dim == 1 else self.x.t()
+        if cast.granularity == "tensor":
+            return self._of_tensor(dim, cast, fmt)
         if cast.granularity == "row":
-            rows = self.x if dim == 1 else self.x.t()
-            codes, inverse_scale = quantize_rowwise(rows, fmt, pow2=pow2)
-            self._count(codes, fmt)
-            return codes, inverse_scale
+            codes, inverse_scale = self._of_rows(cast, fmt) if dim == 1 else self._turned(cast, fmt)
+        elif cast.granularity == "1x32":
+            codes, inverse_scale = quantize_mxfp8(rows, fmt, recipe.scale_mode)
+        else:
+            codes, inverse_scale = quantize_blockwise(rows, fmt, cast.granularity, pow2=recipe.pow2)
+        self._count(codes, fmt)
+        return codes, inverse_scale
+
+    def _of_rows(self, cast: Cast, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.both_ways != cast:
+            return quantize_rowwise(self.x, fmt, pow2=self.plan.recipe.pow2)
+        codes, inverse_scale, *columns, _ = quantize_rowwise_and_colwise(
+            self.x, self._one_group(), fmt, self.plan.recipe.pow2, ALIGNMENT
+        )
+        self._of_columns = (columns[0], columns[1])
+        return codes, inverse_scale
+
+    def _turned(self, cast: Cast, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+        """A scale a column: the rows are one group of a grouped kernel, which reads them as they lie."""
+        if self._of_columns is None:
+            *columns, _ = quantize_colwise_grouped(self.x, self._one_group(), fmt, self.plan.recipe.pow2, ALIGNMENT)
+            self._of_columns = (columns[0], columns[1])
+        (codes, inverse_scale), self._of_columns = self._of_columns, None
+        contraction = self.x.shape[0] + -self.x.shape[0] % ALIGNMENT
+        return codes.t()[:, :contraction], inverse_scale[0]
+
+    def _one_group(self) -> torch.Tensor:
+        return self.x.new_full((1,), self.x.shape[0], dtype=torch.int32)
+
+    def _of_tensor(self, dim: Literal[0, 1], cast: Cast, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
         if cast not in self._tensorwise:
-            self._tensorwise[cast] = quantize_tensorwise(self.x, fmt, pow2=pow2)
+            self._tensorwise[cast] = quantize_tensorwise(self.x, fmt, pow2=self.plan.recipe.pow2)
             self._count(self._tensorwise[cast][0], fmt)
         codes, inverse_scale = self._tensorwise[cast]
         if dim == 0:  # through bytes: copies of float8 tensors are not implemented everywhere
@@ -245,23 +353,37 @@ class _Operand:
 def _gemm(
     left: tuple[torch.Tensor, torch.Tensor],
     right: tuple[torch.Tensor, torch.Tensor],
+    casts: Gemm,
     out_dtype: torch.dtype,
+    fast_accum: bool,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(L,C) codes times (R,C) codes -> (L,R). Of a row and a tensor scale, the single one is expanded.
+    """(L,C) codes times (R,C) codes of their casts -> (L,R). Of a row and a tensor scale, the single one is expanded.
 
     Where torch's product runs, a float32 layer gets bf16 values with row scales, and its bias is added afterwards: that
     product gives float32 with tensor scales only, and never with a bias.
     """
     (a, inverse_a), (b, inverse_b) = left, right
+    if inverse_a.ndim == 2:  # blocks, which our own kernel multiplies: any output, with a bias
+        granularity = "1x32" if inverse_a.dtype == torch.uint8 else f"1x128 {casts.right.granularity}"
+        return scaled_mm(
+            a,
+            b.t(),
+            inverse_a,
+            inverse_b.t(),
+            out_dtype=out_dtype,
+            bias=bias,
+            fast_accum=fast_accum,
+            granularity=granularity,
+        )
     if inverse_a.ndim != inverse_b.ndim:
         inverse_a = inverse_a.expand(a.shape[0]).contiguous()
         inverse_b = inverse_b.expand(b.shape[0]).contiguous()
     if out_dtype == torch.float32 and choose_backend(a, b.t()) == "torch":
         inner = torch.bfloat16 if inverse_a.ndim else torch.float32
-        y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner).to(out_dtype)
+        y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum).to(out_dtype)
         return y if bias is None else y + bias
-    return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias)
+    return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
 
 
 class _Float8LinearFunction(torch.autograd.Function):
@@ -277,7 +399,9 @@ class _Float8LinearFunction(torch.autograd.Function):
         return _gemm(
             _Operand(x, plan).contracting(1, casts.left),
             _Operand(weight, plan).contracting(1, casts.right),
+            casts,
             x.dtype,
+            plan.recipe.fast_accum,
             bias,
         )
 
@@ -297,36 +421,49 @@ class _Float8LinearFunction(torch.autograd.Function):
 
         # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
         grad = grad.contiguous()
-        grad_operand = _Operand(grad, plan, backward=True)
+        of_x, of_weight = plan.recipe.grad_input, plan.recipe.grad_weight
+        twice = need_x and need_weight and of_weight is not None and of_x.left == of_weight.left
+        grad_operand = _Operand(grad, plan, backward=True, both_ways=of_x.left if twice else None)
+        fast_accum = plan.recipe.fast_accum_gradients
         grad_x = grad_weight = None
         if need_x:
-            casts = plan.recipe.grad_input
+            casts = of_x
             grad_x = _gemm(
                 grad_operand.contracting(1, casts.left),
                 _Operand(weight, plan, backward=True).contracting(0, casts.right),
+                casts,
                 x.dtype,
+                fast_accum,
             )
-        if need_weight and plan.recipe.grad_weight is None:
+        if need_weight and of_weight is None:
             grad_weight = product(widened(grad).t(), widened(x), x.dtype)
         elif need_weight:
-            casts = plan.recipe.grad_weight
+            casts = of_weight
             tail = -x.shape[0] % ALIGNMENT
-            if tail:  # M is the contraction here; zero rows change neither an amax nor a sum
+            if (
+                tail and casts.left.granularity != "row"
+            ):  # M is the contraction here; zero rows change neither an amax nor a sum
                 x = nn.functional.pad(x, (0, 0, 0, tail))
                 grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan, backward=True)
             grad_weight = _gemm(
                 grad_operand.contracting(0, casts.left),
                 _Operand(x, plan, backward=True).contracting(0, casts.right),
+                casts,
                 x.dtype,
+                fast_accum,
             )
         return grad_x, grad_weight, _grad_bias(grad) if need_bias else None, None
+
+
+# Dtype of the input -> of the operands before their quantisation, and of the products.
+_COMPUTED_IN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 
 
 class Float8Linear(nn.Module):
     """A linear whose GEMMs run in FP8. Made by `convert_to_float8`; owns the very parameters of the layer it replaces.
 
     Args:
-        weight: (N,K) parameter, any float dtype; cast to the input's dtype, then to FP8.
+        weight: (N,K) parameter, any float dtype; cast to the input's dtype (fp32 where that is fp16), then to FP8.
         bias: (N) parameter or None, added in float32 before the one rounding.
         plan: recipe and formats.
 
@@ -347,7 +484,7 @@ class Float8Linear(nn.Module):
         self.plan = plan
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) bf16 or fp32, any strides -> (..., N) in x's dtype.
+        """x (..., K) bf16, fp16 or fp32, any strides -> (..., N) in x's dtype; under autocast in its dtype.
 
         Raises ValueError for another K, UnsupportedDtype for another dtype.
         """
@@ -356,13 +493,17 @@ class Float8Linear(nn.Module):
                 f"input has {x.shape[-1]} features in its last dimension; this layer takes {self.in_features}; "
                 "check the layer before it"
             )
-        if x.dtype not in (torch.bfloat16, torch.float32):
+        dtype = autocast_dtype(x)
+        if dtype not in _COMPUTED_IN:
             raise formats.UnsupportedDtype(
-                f"input has dtype {x.dtype}; Float8Linear takes torch.bfloat16 or torch.float32; cast the input"
+                f"input has dtype {dtype}; Float8Linear takes {', '.join(str(taken) for taken in _COMPUTED_IN)}; "
+                "cast the input"
             )
-        weight = self.weight.to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = _Float8LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, self.plan)
+        compute = _COMPUTED_IN[dtype]
+        weight = self.weight.to(compute)
+        bias = None if self.bias is None else self.bias.to(compute)
+        rows = x.to(dtype).to(compute).reshape(-1, self.in_features)
+        y = _Float8LinearFunction.apply(rows, weight, bias, self.plan).to(dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -419,7 +560,7 @@ def _matches(name: str, entry: str) -> bool:
 
 def convert_to_float8(
     model: nn.Module,
-    recipe: str,
+    recipe: str | Recipe,
     filter: Sequence[str] = (),
     *,
     detected: devices.Detected | None = None,
@@ -431,7 +572,7 @@ def convert_to_float8(
 
     Args:
         model: any module; its own root may not be the linear to replace.
-        recipe: a key of `RECIPES`.
+        recipe: a key of `RECIPES`, or one of its rows with fields replaced, such as fast_accum_gradients.
         filter: names of modules to leave alone, whole dotted components each ('output', 'layers.0', 'attention.wk').
         detected: the answer of `device.detect()`; asked for the device of the first parameter when absent.
         counter: where saturated and NaN codes are counted; absent, nothing is counted.
@@ -441,9 +582,10 @@ def convert_to_float8(
 
     Raises:
         ValueError: unknown recipe; a filter name that matches no linear; nothing left to convert.
+        UnsupportedDtype: the recipe needs formats that the arch does not speak.
         UnknownArch: the device, or FP8STACK_ARCH, has no row of formats.
     """
-    chosen = recipe_named(recipe)
+    chosen = recipe_named(recipe) if isinstance(recipe, str) else recipe
     if isinstance(filter, str):
         raise ValueError(f"filter is the text '{filter}'; expected a sequence of names; pass ('{filter}',)")
     # Every name of a module that stands in several places: replacing one of them would leave the others as they are.
@@ -459,6 +601,14 @@ def convert_to_float8(
         first = next(model.parameters(), None)
         detected = devices.detect(first.device if first is not None else None)
     plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter, detected.target.name)
+    scaled_by_bytes = {plan.format_of(cast).name for cast in chosen.casts() if cast.granularity == "1x32"}
+    foreign = sorted(scaled_by_bytes - {*mxfp8.FORMATS})
+    if foreign:
+        raise formats.UnsupportedDtype(
+            f"recipe '{chosen.name}' has E8M0 scales, which no {' or '.join(foreign)} of {detected.arch.name} has "
+            f"({detected.reason}); expected an arch with {' and '.join(mxfp8.FORMATS)}: MX formats are OCP's; take "
+            "rowwise or blockwise there"
+        )
 
     converted: list[str] = []
     left: dict[str, str] = {}
@@ -500,10 +650,11 @@ def convert_to_float8(
             setattr(model.get_submodule(parent), attribute, replacements[linear])
             converted.append(name)
     if not converted:
+        stayed = "; ".join(f"{name} ({why})" for name, why in left.items())
         raise ValueError(
-            f"recipe '{recipe}' converted nothing; expected at least one linear with N and K multiples of {ALIGNMENT}; "
-            f"left: {'; '.join(f'{name} ({why})' for name, why in left.items()) or 'the model has no linear'}"
+            f"recipe '{chosen.name}' converted nothing; expected at least one linear with N and K multiples of "
+            f"{ALIGNMENT}; left: {stayed or 'the model has no linear'}"
         )
     return Conversion(
-        recipe, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left, tuple(experts), notes
+        chosen.name, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left, tuple(experts), notes
     )

@@ -20,14 +20,25 @@ every tensor is wanted in two ways, and reading it is what costs (a quantisation
     W     row codes forward, column codes backward; from one read if the column codes are kept ("codes"), which costs
           a byte a weight and layer until the backward pass; by default W is read again ("weight")
 
-w1 and w3 multiply the same x, which is quantised once for both. A table (ONE_READ) says where the kernel that makes
-both codes from one read is the slower way after all.
+w1 and w3 multiply the same x, which is quantised once for both. All that one product wants is quantised in one launch
+(together.py), so a layer has two launches that quantise in the forward pass, and two in the backward pass:
+
+    forward     rows of x, w1 and w3, columns of x        then     rows of the middle and w2, columns of the middle
+    backward    dY both ways, w2 transposed               then     gradients of gate and up both ways, w1, w3 transposed
+
+Fewer is not possible: the middle is known only after the first GEMMs, its gradient only after the first of the backward
+pass. A table (ONE_LAUNCH) says where a kernel for each tensor is the faster way: 2 x 3 + 3 = 9 launches forward, as
+rowwise_and_colwise.py takes three, and 3 x 3 + 3 = 12 backward; another (ONE_READ), where both codes of a tensor then
+come from two kernels and not from one: 7 and 9. Shared experts are dense linears and quantise for themselves
+(linear.py).
 
 The gradient of x takes W's column scales in every recipe. In a dense layer rowwise_with_gw_hp has one scale for all of
 W there, to save the maxima of columns; here they come with the codes, and one scale for all experts is the coarser.
 
-Recipes of experts: rowwise, and rowwise_with_gw_hp, whose weight gradient is a bf16 GEMM of x itself. Under tensorwise
-they run rowwise, and convert_to_float8 says so. Weights stay plain parameters w1, w2, w3: (E,F,D), (E,D,F), (E,F,D).
+Recipes of experts: rowwise; rowwise_with_gw_hp, whose weight gradient is a bf16 GEMM of x itself; mxfp8, with a scale
+for 32 elements of each contraction, on OCP archs, where tokens are copied to padded groups first and every tensor and
+way is a launch. Under tensorwise they run rowwise, and convert_to_float8 says so. Weights stay plain parameters w1, w2,
+w3: (E,F,D), (E,D,F), (E,F,D).
 
 Nothing is read back to the host, but for two things: unaligned_groups "refuse" looks at the offsets, and the exchange
 of expert parallelism must know how many rows to receive, once a layer. An expert may have no rows, or all.
@@ -54,17 +65,23 @@ from torch.distributed.tensor import DTensor
 
 from fp8stack import formats
 from fp8stack.formats import Format
-from fp8stack.kernels import groups
+from fp8stack.kernels import mxfp8
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
-from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, require_good_offs
+from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, preferred_alignment, require_good_offs
+from fp8stack.kernels.grouped_mxfp8 import grouped_mxfp8_mm, padded_groups
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
+from fp8stack.kernels.together import (
+    MOST_COLUMNS,
+    MOST_ROWS,
+    MOST_WEIGHTS,
+    Codes,
+    Together,
+    quantize_together,
+)
 from fp8stack.linear import ALIGNMENT, Convertible, Linear, Plan, wide_dtype
 from fp8stack.metrics import CodeCounter
-
-Codes = tuple[torch.Tensor, torch.Tensor]  # and their inverse scales
-ColumnCodes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and padded offs
 
 
 # -------------------------------------------------------------------------------------------------------------- recipes
@@ -73,19 +90,24 @@ class ExpertRecipe:
     """How experts run under a recipe of linear.py.
 
     name: what they really run. grad_weight: whether in FP8; else in the activations' dtype. pow2: scales are powers of
-    two. fast_accum: of the forward GEMM. unaligned_groups: `pad` takes any group sizes, as the quantisers pad; `refuse`
-    raises for a group that is no multiple of `alignment`, and waits for the device to do so. alignment: what groups are
-    padded to along the contraction. saved_input, saved_weight: what is kept for the backward pass (see the header).
+    two. fast_accum: of the forward GEMM. fast_accum_gradients: of the GEMMs of both gradients. unaligned_groups: `pad`
+    takes any group sizes, as the quantisers pad; `refuse` raises for a group that is no multiple of `alignment`, and
+    waits for the device to do so. alignment: what groups are padded to along the contraction; None: to what is fastest
+    on the target (grouped_gemm.preferred_alignment), while `refuse` asks for multiples of 16. saved_input,
+    saved_weight: what is kept for the backward pass (see the header). scale_mode: how mxfp8 rounds its scales
+    (mxfp8.py), None for the others.
     """
 
     name: str
     grad_weight: bool
     pow2: bool = True
     fast_accum: bool = True
+    fast_accum_gradients: bool = False
     unaligned_groups: Literal["pad", "refuse"] = "pad"
-    alignment: int = groups.MULTIPLE
+    alignment: int | None = None
     saved_input: Literal["codes", "input"] = "codes"
     saved_weight: Literal["codes", "weight"] = "weight"
+    scale_mode: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -97,18 +119,43 @@ class ExpertRecipe:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; expected one of: {', '.join(known)}; correct the recipe"
                 )
+        for name in ("grad_weight", "pow2", "fast_accum", "fast_accum_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False; correct the recipe")
+        given = self.alignment
+        if given is not None and (type(given) is not int or given < self.multiple or given % self.multiple):
+            raise ValueError(
+                f"alignment is {given!r}; expected None or a multiple of {self.multiple}; correct the recipe"
+            )
 
+    @property
+    def multiple(self) -> int:
+        """What K and N, and an alignment, must be multiples of."""
+        return ALIGNMENT if self.scale_mode is None else mxfp8.BLOCK
+
+
+# What of a recipe is about speed and memory alone, and may change after conversion.
+CHANGEABLE = ("fast_accum", "fast_accum_gradients", "unaligned_groups", "alignment", "saved_input", "saved_weight")
 
 # Recipe that was asked for -> what experts run.
 EXPERT_RECIPES: dict[str, ExpertRecipe] = {
     "tensorwise": ExpertRecipe("rowwise", grad_weight=True),
     "rowwise": ExpertRecipe("rowwise", grad_weight=True),
     "rowwise_with_gw_hp": ExpertRecipe("rowwise_with_gw_hp", grad_weight=False, saved_input="input"),
+    "mxfp8": ExpertRecipe("mxfp8", grad_weight=True, scale_mode="rceil"),
 }
 
 
-# (target, tokens or weights) -> whether both codes of a tensor come from one kernel that reads it once, or from two. A
-# target that is not listed takes one. Not measured yet: the kernels are (baselines/LOG.md), the choice is not.
+# A step of the grouped GEMM of MXFP8 is 128 deep, and reads scales a word of four at a time: groups of 32 would not
+# save a step, and cost the words.
+MXFP8_ALIGNMENT = 4 * mxfp8.BLOCK
+
+# Target -> whether all that a product needs is quantised in one launch, or each tensor by kernels of its own. A target
+# that is not listed takes one launch. Not measured yet: `python -m suites.perf.moe` times both.
+ONE_LAUNCH: dict[str, bool] = {}
+
+# (target, tokens or weights) -> where each tensor has kernels of its own: whether both its codes come from an op that
+# reads it once, or from two ops. A target that is not listed takes one. Not measured yet, as above.
 ONE_READ: dict[tuple[str, str], bool] = {}
 
 
@@ -125,47 +172,125 @@ class ExpertPlan:
     counter: CodeCounter | None = field(default=None, compare=False)
     backward: bool = False
 
-    def count(self, codes: torch.Tensor) -> torch.Tensor:
-        """codes, counted."""
+    @property
+    def alignment(self) -> int:
+        """What groups are padded to along the contraction."""
+        if self.recipe.alignment is not None:
+            return self.recipe.alignment
+        if self.recipe.scale_mode is not None:
+            return MXFP8_ALIGNMENT
+        return preferred_alignment(self.target, self.recipe.fast_accum_gradients)
+
+    def quantise(
+        self,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        offs: torch.Tensor,
+    ) -> Together:
+        """Row codes of tokens and weights, column codes of tokens, and of weights (transposed); see together.py.
+
+        In one launch where it takes them all and the table wants it, else each tensor by itself, with the same bits.
+        """
+        if not (rows or columns or weights):
+            return Together((), (), (), offs)
+        if self.recipe.scale_mode is not None:
+            return self._counted(self._quantise_mxfp8(rows, columns, weights, offs, self.recipe.scale_mode))
+        fits = len(rows) <= MOST_ROWS and len(columns) <= MOST_COLUMNS and len(weights) <= MOST_WEIGHTS
+        fits = fits and len({w.shape for w in weights}) <= 1
+        if fits and ONE_LAUNCH.get(self.target, True):
+            found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.alignment)
+        else:
+            found = self._quantise_each(rows, columns, weights, offs)
+        return self._counted(found)
+
+    def _counted(self, found: Together) -> Together:
         if self.counter is not None:
-            self.counter.observe(codes, self.fmt, self.backward)
-        return codes
+            for codes, _ in (*found.rows, *found.columns, *found.weights):
+                self.counter.observe(codes, self.fmt, self.backward)
+        return found
 
-    def rows(self, x: torch.Tensor) -> Codes:
-        """Codes of tokens with a scale a row."""
-        codes, inverse = quantize_rowwise(x, self.fmt, self.recipe.pow2)
-        return self.count(codes), inverse
+    def _quantise_mxfp8(
+        self,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        offs: torch.Tensor,
+        mode: str,
+    ) -> Together:
+        """As quantise, in blocks of 32 along what is contracted: scales are E8M0 bytes, one launch a tensor and way.
 
-    def columns(self, x: torch.Tensor, offs: torch.Tensor) -> ColumnCodes:
-        """Codes of tokens with a scale a column of each group, and padded offs."""
-        codes, inverse, padded = quantize_colwise_grouped(x, offs, self.fmt, self.recipe.pow2, self.recipe.alignment)
-        return self.count(codes), inverse, padded
+        Weights are quantised as one matrix (E*N,K), both ways: N is a multiple of 32, so no block has two experts.
+        """
+        of_rows, of_columns, of_weights = [], [], []
+        padded_offs = torch.zeros_like(offs)
+        for x in rows:
+            codes, scales = mxfp8.quantize_mxfp8(x.reshape(-1, x.shape[-1]), self.fmt, mode, dim=1)
+            of_rows.append((codes.view(x.shape), scales.view(*x.shape[:-1], -1)))
+        for x in columns:
+            padded, padded_offs = padded_groups(x, offs, self.alignment)
+            of_columns.append(mxfp8.quantize_mxfp8(padded, self.fmt, mode, dim=0))
+        for w in weights:
+            e, n, k = w.shape
+            codes, scales = mxfp8.quantize_mxfp8(w.reshape(e * n, k), self.fmt, mode, dim=0)
+            of_weights.append((codes.t().view(k, e, n).transpose(0, 1), scales.view(k, e, -1).transpose(0, 1)))
+        return Together(tuple(of_rows), tuple(of_columns), tuple(of_weights), padded_offs)
 
-    def rows_and_columns(self, x: torch.Tensor, offs: torch.Tensor) -> tuple[Codes, ColumnCodes]:
-        """Both."""
-        if not ONE_READ.get((self.target, "tokens"), True):
-            return self.rows(x), self.columns(x, offs)
-        codes, inverse, *column = quantize_rowwise_and_colwise(
-            x, offs, self.fmt, self.recipe.pow2, self.recipe.alignment
-        )
-        return (self.count(codes), inverse), (self.count(column[0]), column[1], column[2])
+    def product(
+        self, left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool
+    ) -> torch.Tensor:
+        """Row codes (M,K) times codes (E,N,K) of weights, in groups of rows -> (M,N)."""
+        operands = left[0], right[0].transpose(1, 2), left[1], right[1], offs
+        if self.recipe.scale_mode is not None:
+            return grouped_mxfp8_mm(*operands, out_dtype=out_dtype)
+        return grouped_scaled_mm(*operands, out_dtype=out_dtype, fast_accum=fast_accum)
 
-    def weights(self, w: torch.Tensor) -> Codes:
-        """Codes of weights (E,N,K) with a scale a row."""
-        codes, inverse = quantize_experts(w, self.fmt, self.recipe.pow2)
-        return self.count(codes), inverse
+    def weight_product(
+        self, left: Codes, right: Codes, padded_offs: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Column codes of dY (M_pad,N) and of x (M_pad,K), in groups along the contraction -> (E,N,K)."""
+        operands, alignment = (left[0].t(), right[0], left[1], right[1], padded_offs), self.alignment
+        if self.recipe.scale_mode is not None:
+            return grouped_mxfp8_mm(*operands, out_dtype=out_dtype, alignment=alignment)
+        fast_accum = self.recipe.fast_accum_gradients
+        return grouped_scaled_mm(*operands, out_dtype=out_dtype, fast_accum=fast_accum, alignment=alignment)
 
-    def turned_weights(self, w: torch.Tensor) -> Codes:
-        """Codes (E,K,N) with a scale a column."""
-        codes, inverse = quantize_experts_transposed(w, self.fmt, self.recipe.pow2)
-        return self.count(codes), inverse
-
-    def both_weights(self, w: torch.Tensor) -> tuple[Codes, Codes]:
-        """Both."""
-        if not ONE_READ.get((self.target, "weights"), True):
-            return self.weights(w), self.turned_weights(w)
-        codes, inverse, turned, turned_inverse = quantize_experts_both(w, self.fmt, self.recipe.pow2)
-        return (self.count(codes), inverse), (self.count(turned), turned_inverse)
+    def _quantise_each(
+        self,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        offs: torch.Tensor,
+    ) -> Together:
+        """As quantise. A tensor that is wanted both ways is read once where ONE_READ says so."""
+        fmt, pow2, alignment = self.fmt, self.recipe.pow2, self.alignment
+        one_read = {what: ONE_READ.get((self.target, what), True) for what in ("tokens", "weights")}
+        of_rows: list[Codes | None] = [None] * len(rows)
+        of_columns: list[Codes] = []
+        of_weights: list[Codes] = []
+        padded_offs = torch.zeros_like(offs)
+        for x in columns:
+            both = [place for place, other in enumerate(rows) if other is x] if one_read["tokens"] else []
+            if both:
+                *four, padded_offs = quantize_rowwise_and_colwise(x, offs, fmt, pow2, alignment)
+                of_rows[both[0]] = four[0], four[1]
+                of_columns.append((four[2], four[3]))
+            else:
+                codes, inverse, padded_offs = quantize_colwise_grouped(x, offs, fmt, pow2, alignment)
+                of_columns.append((codes, inverse))
+        for w in weights:
+            both = [place for place, other in enumerate(rows) if other is w] if one_read["weights"] else []
+            if both:
+                codes, inverse, *transposed = quantize_experts_both(w, fmt, pow2)
+                of_rows[both[0]] = codes, inverse
+                of_weights.append((transposed[0], transposed[1]))
+            else:
+                of_weights.append(quantize_experts_transposed(w, fmt, pow2))
+        each = [
+            found or (quantize_rowwise if x.dim() == 2 else quantize_experts)(x, fmt, pow2)
+            for x, found in zip(rows, of_rows, strict=True)
+        ]
+        return Together(tuple(each), tuple(of_columns), tuple(of_weights), padded_offs)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
@@ -193,82 +318,59 @@ class _Float8GroupedMM(torch.autograd.Function):
         recipe = plan.recipe
         ctx.plan, ctx.dtype = plan, x.dtype
         need_x, need_weights = training and ctx.needs_input_grad[0], training and any(ctx.needs_input_grad[4:])
-        ctx.codes_kept = recipe.grad_weight and recipe.saved_input == "codes" and need_weights
-        ctx.turned_kept = recipe.saved_weight == "codes" and need_x
-        kept: list[torch.Tensor] = [x]
-        if ctx.codes_kept:
-            rows, column = plan.rows_and_columns(x, offs)
-            kept = list(column)
-        else:
-            rows = plan.rows(x)
-        outputs = []
-        for weight in weights:
-            if ctx.turned_kept:
-                codes, turned = plan.both_weights(weight)
-                kept += turned
-            else:
-                codes = plan.weights(weight)
-                kept.append(weight)
-            outputs.append(_product(rows, codes, offs, x.dtype, recipe.fast_accum))
-        ctx.save_for_backward(offs, *kept)
-        return tuple(outputs)
+        ctx.codes_saved = recipe.grad_weight and recipe.saved_input == "codes" and need_weights
+        ctx.transposed_saved = recipe.saved_weight == "codes" and need_x
+        codes = plan.quantise(
+            (x, *weights), (x,) if ctx.codes_saved else (), weights if ctx.transposed_saved else (), offs
+        )
+        saved = [*codes.columns[0], codes.padded_offs] if ctx.codes_saved else [x]
+        saved += [part for pair in codes.weights for part in pair] if ctx.transposed_saved else weights
+        ctx.save_for_backward(offs, *saved)
+        rows, *weight_rows = codes.rows
+        return tuple(plan.product(rows, weight, offs, x.dtype, recipe.fast_accum) for weight in weight_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: ExpertPlan = replace(ctx.plan, backward=True)
+        recipe = plan.recipe
         need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        offs, *kept = ctx.saved_tensors
-        column: ColumnCodes | None = None
-        x: torch.Tensor | None = None
-        if ctx.codes_kept:
-            column, kept = (kept[0], kept[1], kept[2]), kept[3:]
+        offs, *saved = ctx.saved_tensors
+        column: Codes | None = None
+        if ctx.codes_saved:
+            column, padded_offs, saved = (saved[0], saved[1]), saved[2], saved[3:]
         else:
-            x, *kept = kept
-            if plan.recipe.grad_weight and any(need_weights):
-                column = plan.columns(x, offs)
+            x, *saved = saved
+        # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
+        grads = tuple(grad.contiguous() for grad in grads)
+        by_column = [grad for grad, need in zip(grads, need_weights, strict=True) if need and recipe.grad_weight]
+        codes = plan.quantise(
+            grads if need_x else (),
+            by_column if column is not None or not by_column else [*by_column, x],
+            saved if need_x and not ctx.transposed_saved else (),
+            offs,
+        )
+        if column is None and by_column:
+            column, padded_offs = codes.columns[-1], codes.padded_offs
+
+        # First what needs codes of weights, then the gradients of weights: the ones are gone when the others come.
         grad_x: torch.Tensor | None = None
+        transposed = list(zip(saved[::2], saved[1::2], strict=True)) if ctx.transposed_saved else list(codes.weights)
+        rows, columns = list(codes.rows), list(codes.columns)
+        del codes, saved
+        while rows:
+            product = plan.product(rows.pop(0), transposed.pop(0), offs, ctx.dtype, recipe.fast_accum_gradients)
+            grad_x = product if grad_x is None else grad_x + product
         grad_weights: list[torch.Tensor | None] = []
-        for place, (grad, need_weight) in enumerate(zip(grads, need_weights, strict=True)):
-            # A broadcast gradient has stride 0 and a transposed consumer gives a transposed one: settle it once.
-            grad = grad.contiguous()
-            rows, columns = _gradient_codes(grad, offs, plan, need_x, need_weight and plan.recipe.grad_weight)
-            if rows is not None:
-                turned = (kept[2 * place], kept[2 * place + 1]) if ctx.turned_kept else plan.turned_weights(kept[place])
-                product = _product(rows, turned, offs, ctx.dtype, fast_accum=False)
-                grad_x = product if grad_x is None else grad_x + product
-            grad_weight: torch.Tensor | None = None
-            if need_weight and columns is not None and column is not None:
-                grad_weight = grouped_scaled_mm(
-                    columns[0].t(),
-                    column[0],
-                    columns[1],
-                    column[1],
-                    column[2],
-                    out_dtype=ctx.dtype,
-                    alignment=plan.recipe.alignment,
-                )
-            elif need_weight:
-                assert x is not None
-                grad_weight = grouped_mm(grad.t(), x, offs)
-            grad_weights.append(grad_weight)
+        for grad, need in zip(grads, need_weights, strict=True):
+            if not need:
+                grad_weights.append(None)
+            elif recipe.grad_weight:
+                assert column is not None
+                grad_weights.append(plan.weight_product(columns.pop(0), column, padded_offs, ctx.dtype))
+            else:
+                grad_weights.append(grouped_mm(grad.t(), x, offs))
         return grad_x, None, None, None, *grad_weights
-
-
-def _product(left: Codes, right: Codes, offs: torch.Tensor, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """(M,K) codes times (E,N,K) codes, in groups of rows -> (M,N)."""
-    return grouped_scaled_mm(
-        left[0], right[0].transpose(1, 2), left[1], right[1], offs, out_dtype=out_dtype, fast_accum=fast_accum
-    )
-
-
-def _gradient_codes(
-    grad: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, by_row: bool, by_column: bool
-) -> tuple[Codes | None, ColumnCodes | None]:
-    """Row codes and column codes of dY, as far as wanted."""
-    if by_row and by_column:
-        return plan.rows_and_columns(grad, offs)
-    return plan.rows(grad) if by_row else None, plan.columns(grad, offs) if by_column else None
 
 
 def fp8_grouped_mm(
@@ -280,19 +382,20 @@ def fp8_grouped_mm(
     (E,), cumulative ends. Returns (M,N) a weight, in x's dtype; rows past offs[-1] are zero, in gradients too, and the
     gradient of an expert without rows is zero.
 
-    Raises ValueError for shapes, K or N that are no multiples of 16, and under unaligned_groups "refuse" for a group
-    that is no multiple; UnsupportedDtype for other dtypes.
+    Raises ValueError for shapes, K or N that are no multiples of 16 (mxfp8: of 32), and under unaligned_groups "refuse"
+    for a group that is no multiple; UnsupportedDtype for other dtypes.
     """
     _require_operands(x, weights, "fp8_grouped_mm")
+    multiple = plan.recipe.multiple
     for weight in weights:
         for label, size in (("N", weight.shape[1]), ("K", weight.shape[2])):
-            if size % ALIGNMENT:
+            if size % multiple:
                 raise ValueError(
-                    f"{label} is {size}; FP8 GEMMs need a multiple of {ALIGNMENT}; leave these experts out with the "
+                    f"{label} is {size}; FP8 GEMMs need a multiple of {multiple}; leave these experts out with the "
                     "filter"
                 )
     if plan.recipe.unaligned_groups == "refuse":
-        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment)
+        offs = _refuse_unaligned(offs, x.shape[0], plan.recipe.alignment or plan.recipe.multiple)
     return _Float8GroupedMM.apply(x, offs, plan, torch.is_grad_enabled(), *weights)
 
 
@@ -350,16 +453,15 @@ def swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast computes in on the device of x; None where it is off, or unknown, as on the meta device."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Not torch.amp.is_autocast_available, which torch.compile of 2.11 cannot trace.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 class GroupedExperts(Convertible):
@@ -396,9 +498,14 @@ class GroupedExperts(Convertible):
 
     def refuses(self, plan: Plan) -> str | None:
         """Experts have no grouped GEMM for every recipe; see Convertible."""
-        if plan.recipe.name in EXPERT_RECIPES:
-            return None
-        return f"experts do not run {plan.recipe.name}, only {', '.join(EXPERT_RECIPES)}"
+        recipe = EXPERT_RECIPES.get(plan.recipe.name)
+        if recipe is None:
+            return f"experts do not run {plan.recipe.name}, only {', '.join(EXPERT_RECIPES)}"
+        if recipe.scale_mode is not None and plan.e4m3.name.endswith("fnuz"):
+            return f"{recipe.name} is for OCP formats, this arch has {plan.e4m3.name}"
+        _, ffn, dim = self.w1.shape
+        odd = [f"{label} = {size}" for label, size in (("D", dim), ("F", ffn)) if size % recipe.multiple]
+        return f"{' and '.join(odd)} not a multiple of {recipe.multiple}" if odd else None
 
     def to_float8(self, plan: Plan) -> str | None:
         """Run in FP8 from now on; see Convertible."""
@@ -409,7 +516,16 @@ class GroupedExperts(Convertible):
         return None
 
     def keep(self, **fields: Any) -> None:
-        """Change fields of the recipe of converted experts: saved_input, saved_weight, unaligned_groups, fast_accum."""
+        """Change fields of the recipe of converted experts, of those in CHANGEABLE.
+
+        Raises ValueError for other fields, for values that a field does not take, and for experts in high precision.
+        """
+        other = sorted(set(fields) - set(CHANGEABLE))
+        if other:
+            raise ValueError(
+                f"{', '.join(other)} cannot be changed; expected some of: {', '.join(CHANGEABLE)}; the rest is the "
+                "recipe itself: convert with another one"
+            )
         if self.plan is None:
             raise ValueError(
                 "these experts run in high precision; expected converted ones; call convert_to_float8 first"
@@ -495,6 +611,14 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(routing.experts, dim))
         self.register_buffer("bias", torch.zeros(routing.experts))
         self.register_buffer("load", torch.zeros(routing.experts, dtype=torch.int64), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        """Whatever dtype the model is cast to, the bias stays float32: steps of 1e-3 would be lost in bf16."""
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype != bias.dtype:
+            self.bias = bias.to(self.bias.device)
+        return self
 
     def reset(self) -> None:
         """Bias and load to zero: for a router that was built on the meta device."""
@@ -763,7 +887,14 @@ class MoE(nn.Module):
 
         Gradients of experts are sums over the tokens of all ranks of `group`, those of everything else over this rank's
         own: whoever averages gradients over ranks divides both by the same number, the world's.
+
+        Raises ValueError where experts do not divide, and for a layer that was cut before.
         """
+        if self.group is not None:
+            raise ValueError(
+                f"this layer holds {len(self.experts.w1)} of {self.router.routing.experts} experts already; expected a "
+                "whole one; call expert_parallel once, before parameters are sharded further"
+            )
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         count = self.router.routing.experts
         if count % size:

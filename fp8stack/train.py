@@ -61,6 +61,7 @@ from fp8stack.data import (
     random_bits,
     random_signs,
 )
+from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import launch
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
@@ -690,7 +691,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments["profile"] is not None:
             profiled_steps(config, trainer.step)
             _make_folder("--profile", arguments["profile"])
-    except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch) as error:
+    except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch, UnsupportedDtype) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
         elif not isinstance(error, ConfigError):  # this machine's files, perhaps not rank 0's

@@ -16,6 +16,6 @@ kernel, and the launcher, registered with torch as a custom op. Which of them ra
     experts.py        expert weights: one scale a row, a column, or both
     blockwise.py      one scale a block of 1x128, 128x1 or 128x128
     mxfp8.py          one power-of-two scale for 32 elements
-    scaled_mm.py      the product of two FP8 matrices
+    scaled_mm.py      the product of two FP8 matrices; the kernel behind it: scaled_kernel.py
     grouped_gemm.py   products in groups, for experts; the kernel behind them: grouped_kernel.py
 """

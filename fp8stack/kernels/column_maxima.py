@@ -43,7 +43,8 @@ class BothConfig:
     span: rows of a program for rows. row_rows, row_block: it takes them row_rows at a time, in chunks of row_block
     elements. row_warps: of it. ahead: it loads the next rows before it casts these. hints: it tells the cache that row
     codes are not read again. rows, columns, parts (tile.py), num_warps, programs (launch.options): a tile of the turned
-    cast; rows is that of bf16, float32 has half as many. measured: what says so.
+    cast; rows is that of bf16, float32 has half as many. measured: what says so. Where every number is 0 the op is two
+    launches that know nothing of each other, with the rows of their own tables (apart).
     """
 
     span: int
@@ -58,6 +59,11 @@ class BothConfig:
     num_warps: int
     programs: int
     measured: str
+
+    @property
+    def apart(self) -> bool:
+        """Whether rows and columns are quantised by two launches that each read x."""
+        return self.span == 0
 
     def row_constexprs(self, k: int, dtype: torch.dtype) -> dict[str, object]:
         """What the kernel for rows of k elements is compiled for, beside the format."""

@@ -453,8 +453,7 @@ def _quantize_colwise_grouped_pair_kernel(
     PARTS: tl.constexpr,
     HELD: tl.constexpr,
     C: tl.constexpr,
-    X_UNIT_STRIDE: tl.constexpr,
-    Y_UNIT_STRIDE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
     LANES_LAST: tl.constexpr,
     POW2: tl.constexpr,
     MAX: tl.constexpr,
@@ -465,26 +464,27 @@ def _quantize_colwise_grouped_pair_kernel(
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
 ):
-    # The blocks of both tensors for one group, then those for the next.
+    # The blocks of both tensors for one group, then those for the next. One copy of the code: two take twice as long to
+    # compile.
     block, group = tl.program_id(0), tl.program_id(1)
-    x_blocks = tl.maximum(tl.cdiv(X_N, COLUMNS), 1)
     start, size, padded_start, padded_size, total = groups.bounds(offs, group, M, E, LANES, ALIGNMENT)
     if block == 0:
         tl.store(padded_offs + group, padded_start + padded_size)
     tail, tail_end = groups.share_of_tail(group, total, m_pad_blocks * 16, E)
     tail, tail_end = tail - padded_start, tail_end - padded_start
-    if block < x_blocks:
-        quantize_columns(
-            x, x_q, x_inverse_scale, group, block, start, size, padded_start, padded_size, tail, tail_end, X_N,
-            m_pad_blocks * 16, x_row_stride, x_column_stride, COLUMNS, ROWS, PARTS, HELD, C, X_UNIT_STRIDE, LANES_LAST,
-            POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
-        )  # fmt: skip
-    else:
-        quantize_columns(
-            y, y_q, y_inverse_scale, group, block - x_blocks, start, size, padded_start, padded_size, tail, tail_end,
-            Y_N, m_pad_blocks * 16, y_row_stride, y_column_stride, COLUMNS, ROWS, PARTS, HELD, C, Y_UNIT_STRIDE,
-            LANES_LAST, POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
-        )  # fmt: skip
+    x_blocks = tl.maximum(tl.cdiv(X_N, COLUMNS), 1)
+    second = block >= x_blocks
+    # Not `if second:`. A stride of 1 is a constant to the compiler, and a branch cannot make it another value.
+    x, x_q = tl.where(second, y, x), tl.where(second, y_q, x_q)
+    x_inverse_scale, n = tl.where(second, y_inverse_scale, x_inverse_scale), tl.where(second, Y_N, X_N)
+    row_stride = tl.where(second, y_row_stride, x_row_stride)
+    column_stride = tl.where(second, y_column_stride, x_column_stride)
+    block = tl.where(second, block - x_blocks, block)
+    quantize_columns(
+        x, x_q, x_inverse_scale, group, block, start, size, padded_start, padded_size, tail, tail_end, n,
+        m_pad_blocks * 16, row_stride, column_stride, COLUMNS, ROWS, PARTS, HELD, C, UNIT_STRIDE, LANES_LAST,
+        POW2, MAX, BIAS, MANTISSA_BITS, NAN_CODE, NEGATIVE_ZERO, NATIVE, NATIVE_NAN,
+    )  # fmt: skip
 
 
 # Which of two dimensions without contiguity the compiler gives to the lanes first: up to 3.6 the first, then the last.
@@ -585,8 +585,7 @@ def launch_colwise_grouped_pair(
             m_pad // 16,
             *x.stride(),
             *y.stride(),
-            X_UNIT_STRIDE=x.stride(1) == 1,
-            Y_UNIT_STRIDE=y.stride(1) == 1,
+            UNIT_STRIDE=x.stride(1) == 1 and y.stride(1) == 1,
             **constexprs(x.dtype, e, fmt, pow2, alignment, row, target),
             **options(fmt, row, target),
             **LAUNCH_OPTIONS,
@@ -739,7 +738,7 @@ def _pair_compile_spec(fmt: formats.Format, dtype: torch.dtype, e: int, target: 
         for of, kind in (("", _POINTERS[dtype]), ("_q", "*u8"), ("_inverse_scale", "*fp32"))
     }
     sizes = ("X_N", "Y_N", "x_row_stride", "y_row_stride")
-    unit = {"x_column_stride": 1, "y_column_stride": 1, "X_UNIT_STRIDE": True, "Y_UNIT_STRIDE": True}
+    unit = {"x_column_stride": 1, "y_column_stride": 1, "UNIT_STRIDE": True}
     kernel = _quantize_colwise_grouped_pair_kernel
     return _spec(kernel, "colwise-pair", tensors, sizes, unit, fmt, dtype, e, target)
 

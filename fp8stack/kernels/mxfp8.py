@@ -40,6 +40,8 @@ MODES = ("floor", "ceil", "even", "rceil")
 """Rounding modes of the scale."""
 
 _EMAX = {"e4m3fn": 8, "e5m2": 15}
+FORMATS = tuple(_EMAX)
+"""Element formats: OCP's."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,10 @@ def _at_most(found: Any, wanted: Any) -> bool:
     return bool(found <= wanted)
 
 
+def _contains(found: Any, wanted: Any) -> bool:
+    return wanted in found
+
+
 def _zero(code: MachineCode) -> int:
     return 0
 
@@ -126,10 +130,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp8_matrix_instructions",
-        lambda code: int(code.spec.multiplies == "fp8"),
+        lambda code: int(code.spec.multiplies in ("fp8", "mxfp8")),
         _at_least,
         "FP8 operands were widened before the matrix instruction: see that the format is the target's own and that the "
         "dot is on FP8 types",
+        "matrix_instructions",
+    ),
+    Rule(
+        "matrix_opcodes",
+        # NVIDIA's has no name of its own: UTCQMMA, with two more operands.
+        lambda code: "scale" if code.spec.multiplies == "mxfp8" and code.arch.startswith("gfx") else "",
+        _contains,
+        "E8M0 scales were multiplied beside the matrix instruction, not by it: see that tl.dot_scaled gets codes and "
+        "bytes, and that a step is as long as the instruction",
         "matrix_instructions",
     ),
     Rule("vgpr_spills", _zero, _equal, "use a smaller tile or more warps", "scratch_instructions"),
@@ -159,7 +172,7 @@ def broken_rules(code: MachineCode) -> list[str]:
         found, wanted = code.facts[rule.fact], rule.wanted(code)
         if rule.holds(found, wanted):
             continue
-        comparison = {_equal: "", _at_least: "at least ", _at_most: "at most "}[rule.holds]
+        comparison = {_equal: "", _at_least: "at least ", _at_most: "at most ", _contains: "one with "}[rule.holds]
         messages.append(
             f"{code.spec.case}-{code.arch}: {rule.fact} is {found}; expected {comparison}{wanted}; {rule.advice}"
         )

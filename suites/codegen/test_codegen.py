@@ -95,6 +95,22 @@ def test_machine_code(
     assert not broken, "\n".join([f"{listing} breaks a rule of machine code:", *broken])
 
 
+BLOCK_SCALED = {
+    "scaled_mm-e4m3fn-mxfp8": "scaled_kernel",
+    "grouped_mxfp8-e4m3fn-rows": "grouped_mxfp8",
+    "grouped_mxfp8-e4m3fn-contraction": "grouped_mxfp8",
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case}-block-scaled-gfx950") for case in BLOCK_SCALED])
+def test_block_scaled(case: str) -> None:
+    """On gfx950 MXFP8 operands go as they are into the matrix instruction that takes E8M0 scales, and into no other."""
+    specs = {spec.case: spec for spec in _families()[BLOCK_SCALED[case]]("gfx950")}
+    opcodes = machine_code(specs[case], "gfx950").facts["matrix_opcodes"].split("+")
+    assert opcodes
+    assert all(opcode.startswith("v_mfma_scale_f32_") for opcode in opcodes), opcodes
+
+
 def _kernels() -> Iterator[Any]:
     """Every kernel of every family once, at its first configuration for sm_90."""
     seen: set[str] = set()

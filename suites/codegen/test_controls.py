@@ -17,6 +17,7 @@ import pytest
 
 from fp8stack import _triton
 from fp8stack._triton import CompileSpec, jit, tl
+from fp8stack.kernels import scaled_kernel
 from harness import isa
 from suites.codegen.machine_code import broken_rules, machine_code
 
@@ -145,6 +146,16 @@ def test_software_conversion(arch: str, fmt: str) -> None:
     assert code.facts["fp8_encode_instructions"] == 0
     claimed = replace(code, spec=replace(spec, native=True))
     assert any("fp8_encode is software; expected native-f32" in message for message in broken_rules(claimed))
+
+
+@pytest.mark.parametrize("arch", _cases("scales-beside", "gfx942", "gfx950"))
+def test_scales_beside_the_instruction(arch: str) -> None:
+    """A product whose scales are multiplied in float32 claims in vain that its matrix instruction takes them."""
+    (spec,) = (spec for spec in scaled_kernel.compile_specs(arch) if spec.case.endswith("-weight"))
+    code = machine_code(spec, arch)
+    assert broken_rules(code) == []
+    claimed = replace(code, spec=replace(spec, multiplies="mxfp8"))
+    assert any("; expected one with scale; " in message for message in broken_rules(claimed))
 
 
 @pytest.mark.parametrize("arch", _cases("through-float16", "sm_90"))

@@ -7,9 +7,10 @@ process, so the codegen suite, which compiles, does not run in the same one.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,21 @@ def recorded_case(
         if word in FORMATS:
             record_property("format", word)
             break
+
+
+@pytest.fixture
+def large_memory(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For a test of tensors past 2^31 elements: on a GPU, no other worker runs one meanwhile, and all is given back.
+
+    Fifteen workers that each keep 10 GiB in their allocator's cache are more than one GPU has.
+    """
+    if device == "cpu":
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "large-memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 _GUARD_BYTES = 256

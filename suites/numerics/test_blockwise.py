@@ -253,6 +253,7 @@ def test_zero_block(unit: str, seed: int, quantize: Op) -> None:
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("unit", [pytest.param(unit, id=f"blockwise-{unit}-offsets-past-2e31") for unit in UNITS])
 def test_offsets_past_2e31(unit: str, quantize: Op, device: str, tmp_path: Path) -> None:
     """Rows whose offset passes 2^31 elements are found: index arithmetic has 64 bits. The buffer is sparse."""

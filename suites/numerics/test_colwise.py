@@ -397,6 +397,7 @@ FAR: dict[str, tuple[int, int, int, int, bool]] = {
 }
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize(
     ("op", "far"),
     [

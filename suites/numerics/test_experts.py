@@ -270,6 +270,7 @@ def test_neighbours(op: str, fmt: str, dtype: str, word: str, seed: int, quantiz
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("op", [pytest.param(op, id=f"{op}-offsets-past-2e31") for op in OPS])
 def test_offsets_past_2e31(op: str, quantize: Op, device: str, tmp_path: Path) -> None:
     """Experts whose offset passes 2^31 elements are found: index arithmetic has 64 bits. The buffer is sparse."""

@@ -31,11 +31,14 @@ from fp8stack.kernels import (
     rowwise_and_colwise,
     rowwise_grouped,
     tensorwise,
+    together,
 )
 from suites.cases import random_normal
 from suites.compare import assert_bits_equal
 
-MODULES = (blockwise, cast, colwise, experts, mxfp8, rowwise, rowwise_and_colwise, rowwise_grouped, tensorwise)
+MODULES = (
+    *(blockwise, cast, colwise, experts, mxfp8, rowwise, rowwise_and_colwise, rowwise_grouped, tensorwise, together),
+)
 HIDDEN = 160
 EXPERT_ROWS = 16
 # What holds numbers where the other rows of a tensor are zero: first a whole block of any kind, last a part of one.
@@ -167,6 +170,17 @@ def _of(module: Any, op: str, inputs: Callable[[torch.Tensor], Tensors], *parts:
     return Launch(op, getattr(module, op), getattr(module, f"{op}_reference"), inputs, parts, **more)
 
 
+def _quantize_together(x: torch.Tensor, offs: torch.Tensor, fmt: str, reference: bool = False) -> Tensors:
+    """Rows and columns of x, flat."""
+    quantise = together.quantize_together_reference if reference else together.quantize_together
+    found = quantise((x,), (x,), (), offs, fmt)
+    return *found.rows[0], *found.columns[0], found.padded_offs
+
+
+def _quantize_together_reference(x: torch.Tensor, offs: torch.Tensor, fmt: str) -> Tensors:
+    return _quantize_together(x, offs, fmt, reference=True)
+
+
 _OF_EXPERTS, _SCALES_OF_EXPERTS = _each(EXPERT_ROWS, rest=0.0), _each(EXPERT_ROWS, rest=1.0)
 
 LAUNCHES: dict[str, Launch] = {
@@ -189,6 +203,10 @@ LAUNCHES: dict[str, Launch] = {
     ),
     "rowwise_and_colwise": _of(
         *(rowwise_and_colwise, "quantize_rowwise_and_colwise", _groups, CODES, SCALES, CODES, ALL, None)
+    ),
+    "together": Launch(
+        *("quantize_together", _quantize_together, _quantize_together_reference, _groups),
+        (CODES, SCALES, CODES, ALL, None),
     ),
     "experts": _of(experts, "quantize_experts", _experts, _OF_EXPERTS, _SCALES_OF_EXPERTS, keys=None),
     "experts_transposed": _of(
@@ -330,6 +348,7 @@ def test_first_and_last_rows(row: Launch, seed: int, device: str, call_op: Calla
     assert_first_and_last_rows(row, (2 * FIRST + LAST, 40), seed, device, call_op)
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.requires(gpus=1, memory_gib=40)
 @each_launch("past-2e31")
 def test_elements_past_2e31(row: Launch, seed: int, device: str, call_op: Callable[..., Any]) -> None:

@@ -23,6 +23,7 @@ from fp8stack.kernels import launch
 from fp8stack.kernels.colwise import quantize_colwise_grouped_reference
 from fp8stack.kernels.experts import quantize_experts_reference, quantize_experts_transposed_reference
 from fp8stack.kernels.grouped_gemm import CHECK
+from fp8stack.kernels.mxfp8 import quantize_mxfp8_reference
 from fp8stack.linear import convert_to_float8
 from fp8stack.moe import (
     EXPERT_RECIPES,
@@ -33,8 +34,10 @@ from fp8stack.moe import (
     fp8_grouped_mm,
     high_precision_grouped_mm,
 )
+from suites.cases import DTYPES
 from suites.compare import assert_bits_equal, assert_sqnr, values
 from suites.numerics.products import Record, accumulation, assert_within
+from suites.perf import moe as perf
 
 # The interpreter multiplies with NumPy, which warns where a NaN is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -184,11 +187,17 @@ def test_gemms(
 def test_what_is_kept_changes_no_bit(
     recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes from one read or two, kept or made again in the backward pass: the same gradients, bit by bit."""
+    """Codes from one launch, one read or two, kept or made again in the backward pass: the same bits."""
     m = sum(SIZES) + TAIL
     dy = [normal((m, N), device, seed + place) for place in (1, 2)]
     results = []
-    for inputs, weights, one_read in (("codes", "weight", True), ("input", "codes", True), ("codes", "codes", False)):
+    for inputs, weights, one_launch, one_read in (
+        ("codes", "weight", True, True),
+        ("input", "codes", True, True),
+        ("input", "codes", False, True),
+        ("codes", "codes", False, False),
+    ):
+        monkeypatch.setattr("fp8stack.moe.ONE_LAUNCH", {plan.target: one_launch})
         monkeypatch.setattr("fp8stack.moe.ONE_READ", {(plan.target, what): one_read for what in ("tokens", "weights")})
         changed = replace(plan, recipe=replace(plan.recipe, saved_input=inputs, saved_weight=weights))
         x = normal((m, K), device, seed).requires_grad_()
@@ -199,6 +208,61 @@ def test_what_is_kept_changes_no_bit(
     for other in results[1:]:
         for what, one, found in zip(("y1", "y2", "x", "w1", "w2"), results[0], other, strict=True):
             assert_bits_equal(one, found, what)
+
+
+def launched(call: Callable[[], object], device: str) -> dict[str, int]:
+    """How often each kernel of fp8stack that quantises is launched by a call: by torch's profiler, or interpreted."""
+    quantising = perf.quantising_kernels()
+    if device == "cuda":
+        seen = perf.traced(call, torch.device("cuda", torch.cuda.current_device()), 1 << 62)
+        assert seen.on_device, "torch's profiler shows no kernel of the GPU; set KINETO_LOG_LEVEL=0 to read why"
+        return seen.kernels
+    from triton.runtime.interpreter import GridExecutor
+
+    counts: dict[str, int] = {}
+    real = GridExecutor.__call__
+
+    def execute(self: GridExecutor, *arguments: object, **named: object) -> object:
+        name = self.fn.__name__
+        if name in quantising:
+            counts[name] = counts.get(name, 0) + 1
+        return real(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", execute)
+        call()
+    return counts
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not _triton.INTERPRETING, reason="no kernels here; unit/test_moe.py counts ops"
+)
+@cases("launches", formats_=("e4m3fnuz",), recipes=("rowwise",))
+def test_launches(
+    recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of experts launches two kernels that quantise in the forward pass and two in the backward pass.
+
+    With kernels for each tensor, which a table may choose, they are nine and twelve: the count would see them.
+    """
+    experts = GroupedExperts(2, 32, 16).to(device)
+    with torch.no_grad():
+        for place, parameter in enumerate(experts.parameters()):
+            parameter.copy_(normal(tuple(parameter.shape), device, seed + place, torch.float32))
+    convert_to_float8(nn.Sequential(experts), recipe)
+    offs, dy = ends((3, 5), device), normal((8, 32), device, seed + 5)
+    for one_launch in (True, False):
+        monkeypatch.setattr("fp8stack.moe.ONE_LAUNCH", {plan.target: one_launch})
+        x = normal((8, 32), device, seed + 4).requires_grad_()
+        if device == "cuda":
+            experts(x, offs).backward(dy)  # kernels are compiled
+        outputs: list[torch.Tensor] = []
+        forward = launched(lambda x=x, outputs=outputs: outputs.append(experts(x, offs)), device)
+        backward = launched(lambda outputs=outputs: outputs[0].backward(dy), device)
+        if one_launch:
+            assert forward == backward == {"_quantize_together_kernel": 2}
+        else:
+            assert (sum(forward.values()), sum(backward.values())) == (9, 12)
 
 
 @cases("partial", formats_=("e4m3fn",))
@@ -220,7 +284,7 @@ def test_only_what_is_asked(recipe: str, fmt: str, suffix: str, plan: ExpertPlan
     with torch.no_grad(), launch.recording() as ran:
         (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
     assert_bits_equal(found[0][0], y, "output without gradients")
-    assert set(ran) == {"quantize_rowwise", "quantize_experts", "grouped_scaled_mm"}
+    assert set(ran) == {"quantize_together", "grouped_scaled_mm"}
 
 
 @cases("strides", formats_=("e4m3fn",), recipes=("rowwise_with_gw_hp",))
@@ -330,6 +394,82 @@ def test_zeros(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str
     assert int(torch.count_nonzero(x.grad)) == 0
     assert bool(w.grad.isfinite().all())
     assert float(w.grad.abs().max()) > 0
+
+
+# --- mxfp8 ------------------------------------------------------------------------------------------------------------
+
+# As SQNR_DB.
+MXFP8_SQNR_DB = {
+    "output": 22.0,
+    "input": 21.9,
+    "router.weight": 18.2,
+    "experts.w1": 21.9,
+    "experts.w2": 22.2,
+    "experts.w3": 22.0,
+}
+
+
+def mxfp8_plan(device: str) -> ExpertPlan:
+    found = detect(device)
+    return ExpertPlan(EXPERT_RECIPES["mxfp8"], formats.get("e4m3fn"), found.target.name)
+
+
+def mxfp8_values(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """float64 of a matrix quantised in blocks of 32 along dim, the last block as long as there is."""
+    codes, scales = quantize_mxfp8_reference(t.detach().cpu(), "e4m3fn", "rceil", dim)
+    codes = codes if dim == 1 else codes.t()
+    wide = formats.decode_e8m0(scales).double().repeat_interleave(32, 1)[:, : codes.shape[1]]
+    found = formats.decode(codes, codes.dtype).double() * wide
+    return found if dim == 1 else found.t()
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, id=f"moe-mxfp8-e4m3fn-{name}") for name, dtype in DTYPES.items()]
+)
+def test_mxfp8_gemms(dtype: torch.dtype, device: str, seed: int, record_property: Record) -> None:
+    """Output and both gradients are the products of operands quantised along each contraction, group by group."""
+    m, n = sum(SIZES) + TAIL, 96
+    x, dy = normal((m, K), device, seed, dtype).requires_grad_(), normal((m, n), device, seed + 1, dtype)
+    w = normal((len(SIZES), n, K), device, seed + 2, dtype).requires_grad_()
+    with launch.recording() as ran:
+        (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), mxfp8_plan(device))
+        y.backward(dy)
+    assert set(ran) == {"quantize_mxfp8", "grouped_mxfp8_mm"}
+    record_property("backend", ran["grouped_mxfp8_mm"])
+    allowed = accumulation("reference" if ran["grouped_mxfp8_mm"] == "reference" else "triton", device, fp8=False)
+    for name, found in (("output", y), ("grad_x", x.grad), ("grad_w", w.grad)):
+        expected, magnitude = (torch.zeros(found.shape, dtype=torch.float64) for _ in range(2))
+        for group, part in grouped(SIZES):
+            if part.start == part.stop:
+                continue
+            left, right, at = {
+                "output": lambda part=part, g=group: (mxfp8_values(x[part], 1), mxfp8_values(w[g], 1).t(), part),
+                "grad_x": lambda part=part, g=group: (mxfp8_values(dy[part], 1), mxfp8_values(w[g], 0), part),
+                "grad_w": lambda part=part, g=group: (mxfp8_values(dy[part], 0).t(), mxfp8_values(x[part], 0), g),
+            }[name]()
+            expected[at], magnitude[at] = left @ right, left.abs() @ right.abs()
+        assert_within(expected, magnitude, found, allowed, name, record_property)
+        assert found.dtype == dtype
+    for rows, of in ((slice(sum(SIZES), None), (y, x.grad)), ([size == 0 for size in SIZES], (w.grad,))):
+        assert not any(int(torch.count_nonzero(one[rows])) for one in of)
+
+
+@pytest.mark.parametrize("fmt", [pytest.param("e4m3fn", id="moe-mxfp8-e4m3fn-twin")])
+def test_mxfp8_gradients_against_the_twin(fmt: str, device: str, seed: int, record_property: Record) -> None:
+    """Output, input gradient and every parameter's gradient of an mxfp8 layer keep their SQNR against bf16's."""
+    x, dy = normal((2, 24, 64), device, seed + 1), normal((2, 24, 64), device, seed + 2)
+    found: list[dict[str, torch.Tensor]] = []
+    for plan in (None, mxfp8_plan(device)):
+        moe = layer(device, seed, None, ffn=64)
+        moe.experts.plan = plan
+        given = x.clone().requires_grad_()
+        y = moe(given)
+        y.backward(dy)
+        found.append({"output": y, "input": given.grad, **{name: p.grad for name, p in moe.named_parameters()}})
+    assert set(MXFP8_SQNR_DB) == set(found[0])
+    for name, at_least in MXFP8_SQNR_DB.items():
+        measured = assert_sqnr(values(found[0][name]), found[1][name], at_least, name)
+        record_property(f"{name}_sqnr_db", measured)
 
 
 @pytest.mark.skipif(

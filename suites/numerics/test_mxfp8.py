@@ -242,6 +242,7 @@ def test_neighbours(dim: int, fmt: str, dtype: str, word: str, seed: int, quanti
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_offsets_past_2e31(quantize: Op, device: str, tmp_path: Path) -> None:
     """Rows whose offset passes 2^31 elements are found: index arithmetic has 64 bits. The buffer is sparse."""
     pitch, width = 2**30, 33

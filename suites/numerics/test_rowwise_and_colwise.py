@@ -1,4 +1,4 @@
-"""quantize_rowwise_and_colwise: row codes and padded column codes of groups of rows, from one launch, bit by bit.
+"""quantize_rowwise_and_colwise: row codes and padded column codes of groups of rows, bit by bit.
 
 The golden rows of rowwise decide here too: a row of the tensor and a column of a group are the same scaling unit. A
 second opinion (oracle.py) judges the reference; everything else is compared with the reference.
@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from fp8stack import formats
+from fp8stack.device import detect
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import column_maxima, launch, rowwise_and_colwise
+from fp8stack.kernels.column_maxima import BothConfig
 from fp8stack.kernels.rowwise_and_colwise import (
+    launch_rowwise_and_colwise,
     quantize_rowwise_and_colwise,
     quantize_rowwise_and_colwise_reference,
 )
@@ -345,6 +348,28 @@ def test_zeros(fmt: str, quantize: Op) -> None:
     assert codes.view(torch.uint8)[20:].unique().tolist() == [0x00]
 
 
+# Both ways to launch the op, whichever of them the table chose for this machine.
+WAYS: dict[str, BothConfig] = {
+    "apart": BothConfig(0, 0, 0, 0, False, False, 0, 0, 0, 0, 0, "every number 0: two launches, each reads x"),
+    "one-read": BothConfig(32, 2, 512, 1, False, False, 64, 64, 16, 1, 0, "rows leave the maxima of columns behind"),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [pytest.param(way, dtype, id=f"rowwise_and_colwise-e4m3fnuz-{dtype}-{way}") for way in WAYS for dtype in DTYPES],
+)
+def test_ways(way: str, dtype: str, seed: int, device: str) -> None:
+    """The way to launch changes no bit: groups of no rows, of few, of more than a tile; rows past the last one."""
+    x = random_normal((180, 72), DTYPES[dtype], seed)
+    offs = torch.tensor([0, 3, 3, 140, 160], dtype=torch.int32)
+    target = detect(device).target.name
+    result = launch_rowwise_and_colwise(
+        x.to(device), offs.to(device), formats.get("e4m3fnuz"), True, 16, WAYS[way], target
+    )
+    assert_equals_reference(x, offs, "e4m3fnuz", result)
+
+
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 # (rows, columns, elements from row to row, end of the first group, transposed)
@@ -354,6 +379,7 @@ FAR: dict[str, tuple[int, int, int, int, bool]] = {
 }
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("far", [pytest.param(far, id=f"rowwise_and_colwise-{far}-offsets-past-2e31") for far in FAR])
 def test_offsets_past_2e31(far: str, quantize: Op, device: str, tmp_path: Path) -> None:
     """Rows and columns whose offset passes 2^31 elements are found: index arithmetic has 64 bits."""

@@ -356,6 +356,7 @@ def test_neighbours(fmt: str, dtype: str, word: str, seed: int, quantize: Op) ->
 # --- size, determinism, refusals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize(
     "transposed",
     [

@@ -328,6 +328,7 @@ def test_sqnr(fmt: str, size: str, seed: int, quantize: Op, record_property: Cal
         record_property(f"sqnr_{word}_db", measured)
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_offsets_past_2e31(quantize: Op, device: str, tmp_path: Path) -> None:
     """Rows whose offset passes 2^31 elements are found: index arithmetic has 64 bits. The buffer is sparse."""
     pitch, width = 2**30, 33

@@ -313,7 +313,8 @@ def _rowwise_grouped_configs(shape: Shape, arch: device.Arch) -> Iterator[rowwis
 def _rowwise_and_colwise_configs(shape: Shape, arch: device.Arch) -> Iterator[column_maxima.BothConfig]:
     """As for experts; but colwise.py's tiles exchange nothing between threads, so 16 codes need 16 parts."""
     turned = [tile for tile in _turned_configs(shape, arch) if tile.rows >= 64 and tile.parts == 16 and not tile.hints]
-    return _column_maxima_configs(shape[1], turned, arch)
+    yield column_maxima.BothConfig(0, 0, 0, 0, False, False, 0, 0, 0, 0, 0, "")  # apart
+    yield from _column_maxima_configs(shape[1], turned, arch)
 
 
 def _few_rows(inputs: kernels.Inputs) -> kernels.Inputs:
@@ -474,13 +475,14 @@ def _inputs(op: str, shape: Shape, where: torch.device, count: int) -> list[kern
 def sampled(space: Space, shapes: Sequence[Shape], arch: device.Arch, most: int) -> list[Config]:
     """The configurations to try on the shapes of one size class: today's row, and those that every shape allows.
 
-    Of more than `most` a seeded sample, the same for each shape: a compromise is among those that ran on all of them.
+    Of more than `most` the first and a seeded sample, the same for each shape: a compromise is among those that ran on
+    all of them.
     """
     allowed = [set(map(_fields, space.configs(shape, arch))) for shape in shapes]
     every = [one for one in map(_fields, space.configs(shapes[0], arch)) if all(one in among for among in allowed)]
     if len(every) > most:
         kept = random.Random(kernels.SEED).sample(range(len(every)), most)
-        every = [every[place] for place in sorted(kept)]
+        every = [every[place] for place in sorted({0, *kept})]
     today = _fields(space.rows[arch.name, space.size_class(shapes[0])])
     return [space.make(**dict(one), measured="") for one in dict.fromkeys([today, *every])]
 

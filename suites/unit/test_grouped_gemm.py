@@ -7,7 +7,10 @@ what is mended behind them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,9 +31,12 @@ from fp8stack.kernels.grouped_gemm import (
     grouped_scaled_mm_reference,
     mended,
     pad_groups,
+    preferred_alignment,
     settled,
 )
 from suites.compare import assert_bits_equal
+from suites.perf import static
+from suites.perf.sweep import compromise
 
 ONE = torch.tensor(1.0)
 
@@ -52,7 +58,9 @@ def ends(*sizes: int) -> torch.Tensor:
 
 # (target, arch by override or None, formats of a and b, output) -> backend; None: UnsupportedDtype.
 CHOICES: dict[str, tuple[str, str | None, str, str, torch.dtype, str | None]] = {
-    "hopper": ("sm_90", None, "e4m3fn", "e4m3fn", torch.bfloat16, "torch"),
+    "hopper": ("sm_90", None, "e4m3fn", "e4m3fn", torch.bfloat16, "triton"),
+    "blackwell": ("sm_100", None, "e4m3fn", "e4m3fn", torch.bfloat16, "torch"),
+    "blackwell-float32": ("sm_100", None, "e4m3fn", "e4m3fn", torch.float32, "triton"),
     "hopper-float32": ("sm_90", None, "e4m3fn", "e4m3fn", torch.float32, "triton"),
     "hopper-e5m2": ("sm_90", None, "e5m2", "e4m3fn", torch.bfloat16, "triton"),
     "mi300x": ("gfx942", None, "e4m3fnuz", "e4m3fnuz", torch.bfloat16, "torch"),
@@ -63,7 +71,7 @@ CHOICES: dict[str, tuple[str, str | None, str, str, torch.dtype, str | None]] = 
     "foreign": ("sm_90", None, "e4m3fnuz", "e4m3fnuz", torch.bfloat16, None),
     "foreign-right": ("gfx942", None, "e4m3fnuz", "e4m3fn", torch.bfloat16, None),
     "simulated": ("sm_90", "gfx942", "e4m3fnuz", "e4m3fnuz", torch.bfloat16, "simulated"),
-    "simulated-own": ("sm_90", "gfx942", "e4m3fn", "e4m3fn", torch.bfloat16, "torch"),
+    "simulated-own": ("sm_90", "gfx942", "e4m3fn", "e4m3fn", torch.bfloat16, "triton"),
     "simulated-two-dialects": ("sm_90", "gfx942", "e4m3fnuz", "e4m3fn", torch.bfloat16, None),
     "cpu": ("cpu", None, "e4m3fnuz", "e5m2", torch.bfloat16, "reference"),
     "cpu-simulated": ("cpu", "gfx942", "e4m3fnuz", "e4m3fnuz", torch.bfloat16, "reference"),
@@ -87,6 +95,27 @@ def test_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend(a, b, out_dtype)
     for word in (str(a.dtype), str(b.dtype), target, "; expected", "FP8STACK_ARCH", "chosen by the test"):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "fast_accum", "whole"),
+    [
+        pytest.param("sm_90", True, 128, id="grouped_gemm-whole-steps-hopper-fast"),
+        pytest.param("sm_90", False, 256, id="grouped_gemm-whole-steps-hopper-exact"),
+        pytest.param("gfx942", True, 16, id="grouped_gemm-whole-steps-mi300x"),
+    ],
+)
+def test_backend_along_the_contraction(
+    target: str, fast_accum: bool, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernel is chosen for groups of whole steps of its own; the preferred alignment is such a step, or 16."""
+    monkeypatch.setattr(device, "detect", lambda where=None: detected(target, None))
+    assert preferred_alignment(target, fast_accum) == whole
+    fmt = device.lookup(target).e4m3
+    a, b = codes(16, 512, fmt=fmt), codes(16, 512, fmt=fmt).t()
+    for alignment in (16, 64, 128, 256, 384, 512):
+        expected = "triton" if whole > 16 and alignment % whole == 0 else "torch"
+        assert choose_backend(a, b, torch.bfloat16, alignment, fast_accum) == expected, alignment
 
 
 @pytest.mark.parametrize(
@@ -601,3 +630,25 @@ def test_the_sweep_has_the_table_s_rows(kind: str) -> None:
         for row in rows:
             loads = (row.block_m + row.block_n) * row.block_k * row.stages * (2 if kind == "bf16" else 1)
             assert loads * row.programs <= 227 * 1024, row
+
+
+SWEPT = sorted((static.ROOT / "baselines").glob("*/grouped_gemm-*.json"))
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=f"grouped_gemm-swept-{path.stem}") for path in SWEPT])
+def test_swept_rows_are_those_of_their_files(path: Path) -> None:
+    """A row of the table that names a file is the best compromise there of those that specialise no warps; each file is
+    named by a row, but for one: of fp8-exact along the contraction groups of 128 were swept, where torch is chosen.
+    """
+    document = json.loads(path.read_text(encoding="utf-8"))
+    name = f"{path.parent.name}/{path.name}"
+    named = {key for key, row in grouped_kernel.GROUPED_CONFIGS.items() if name in row.measured}
+    (size_class,) = document["compromise"]
+    if size_class == "contraction fp8-exact":
+        assert not named
+        return
+    key = document["provenance"]["target"], size_class
+    assert named == {key}
+    plain = [[row for row in of["rows"] if not row["config"]["specialize"]] for of in document["results"]]
+    row = asdict(grouped_kernel.GROUPED_CONFIGS[key])
+    assert {field: value for field, value in row.items() if field != "measured"} == compromise(plain)["config"]

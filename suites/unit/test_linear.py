@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from fp8stack import device
 from fp8stack.device import Detected
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels.scaled_mm import scaled_mm
-from fp8stack.linear import RECIPES, Float8Linear, convert_to_float8
+from fp8stack.linear import RECIPES, Float8Linear, Linear, convert_to_float8
 from fp8stack.metrics import CodeCounter
 from fp8stack.models import HIGH_PRECISION, MODELS, Transformer
+from suites.compare import assert_bits_equal
 
 
 class Three(nn.Module):
@@ -91,6 +93,13 @@ RECIPE_TABLE = {
     ),
     "rowwise": (("row e4m3", "row e4m3"), ("row e4m3", "row e4m3"), ("row e4m3", "row e4m3"), True),
     "rowwise_with_gw_hp": (("row e4m3", "row e4m3"), ("row e4m3", "tensor e4m3"), None, True),
+    "blockwise": (
+        ("1x128 e4m3", "128x128 e4m3"),
+        ("1x128 e4m3", "128x128 e4m3"),
+        ("1x128 e4m3", "1x128 e4m3"),
+        False,
+    ),
+    "mxfp8": (("1x32 e4m3", "1x32 e4m3"), ("1x32 e4m3", "1x32 e4m3"), ("1x32 e4m3", "1x32 e4m3"), True),
 }
 
 
@@ -103,6 +112,50 @@ def test_recipe_table() -> None:
             for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight)
         ]
         assert RECIPE_TABLE[name] == (*gemms, recipe.pow2), name
+        assert (recipe.fast_accum, recipe.fast_accum_gradients, recipe.scale_mode) == (True, False, "rceil"), name
+
+
+def test_recipe_fields() -> None:
+    """A rounding of E8M0 scales that does not exist is named; a recipe with another one runs with it."""
+    with pytest.raises(ValueError, match=r"scale_mode is 'up'; expected one of: floor, ceil, even, rceil"):
+        replace(RECIPES["mxfp8"], scale_mode="up")
+    outputs = []
+    for mode in ("rceil", "floor"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32))
+        convert_to_float8(model, replace(RECIPES["mxfp8"], scale_mode=mode), detected=simulated("cpu"))
+        outputs.append(model(torch.randn(8, 64)))
+    assert not torch.equal(*outputs)
+
+
+def test_fast_accumulation_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output alone accumulates fast by default; a field turns it off, another turns it on for both gradients."""
+    asked = []
+
+    def watched(*operands: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(options["fast_accum"])
+        return scaled_mm(*operands, **options)
+
+    monkeypatch.setattr("fp8stack.linear.scaled_mm", watched)
+    for name in ("rowwise", "blockwise"):
+        for fields, expected in (
+            ({}, [True, False, False]),
+            ({"fast_accum": False}, [False] * 3),
+            ({"fast_accum_gradients": True}, [True] * 3),
+        ):
+            asked.clear()
+            model = nn.Sequential(nn.Linear(32, 16))
+            convert_to_float8(model, replace(RECIPES[name], **fields), detected=simulated("cpu"))
+            model(torch.ones(16, 32, requires_grad=True)).sum().backward()
+            assert expected == asked, f"{name} {fields}"
+
+
+def test_mxfp8_on_a_fnuz_arch() -> None:
+    """MX formats are OCP's: the refusal names recipe, format and arch, and nothing has been converted."""
+    model = Three()
+    with pytest.raises(UnsupportedDtype, match=r"'mxfp8' .* e4m3fnuz of gfx942 .*; expected .*; take rowwise"):
+        convert_to_float8(model, "mxfp8", detected=simulated("gfx942"))
+    assert type(model.big) is nn.Linear
 
 
 def test_operands_get_the_formats_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +172,23 @@ def test_operands_get_the_formats_of_the_recipe(monkeypatch: pytest.MonkeyPatch)
     model(torch.ones(16, 32, requires_grad=True)).sum().backward()
     e4m3, e5m2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
     assert pairs == [(e4m3, e4m3), (e5m2, e4m3), (e5m2, e4m3)]
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-names-{name}") for name in ("blockwise", "mxfp8")])
+def test_products_are_told_their_granularity(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens are one block, whose scales look like those of rows: the layer says what they are."""
+    told = []
+
+    def watched(*operands: torch.Tensor, **options: object) -> torch.Tensor:
+        told.append(options["granularity"])
+        return scaled_mm(*operands, **options)
+
+    monkeypatch.setattr("fp8stack.linear.scaled_mm", watched)
+    model = nn.Sequential(nn.Linear(32, 16))
+    convert_to_float8(model, recipe, detected=simulated("cpu"))
+    model(torch.ones(16, 32, requires_grad=True)).sum().backward()
+    blocks = ["1x128 128x128", "1x128 128x128", "1x128 1x128"]
+    assert told == (blocks if recipe == "blockwise" else ["1x32"] * 3)
 
 
 def test_unknown_recipe() -> None:
@@ -162,6 +232,76 @@ def test_input_errors() -> None:
         model.big(torch.zeros(2, 48))
     with pytest.raises(UnsupportedDtype, match="float64"):
         model.big(torch.zeros(2, 64, dtype=torch.float64))
+
+
+# --- dtypes and autocast ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-fp16-{name}") for name in RECIPES])
+def test_float16(recipe: str) -> None:
+    """A float16 layer has the values of a float32 one on the same numbers, rounded to float16; gradients likewise."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 32).half()
+    wide = nn.Linear(64, 32)
+    wide.load_state_dict({name: value.float() for name, value in linear.state_dict().items()})
+    x, grad = torch.randn(2, 24, 64).half(), torch.randn(2, 24, 32).half()
+    results = []
+    for layer in (linear, wide):
+        dtype = layer.weight.dtype
+        model = nn.Sequential(layer)
+        convert_to_float8(model, recipe, detected=simulated("gfx950"))
+        given = x.to(dtype, copy=True).requires_grad_()
+        y = model(given)
+        assert y.dtype == given.dtype
+        y.backward(grad.to(y.dtype))
+        results.append((y, given.grad, model[0].weight.grad, model[0].bias.grad))
+        assert {part.dtype for part in results[-1]} == {given.dtype}
+    for narrow, full in zip(*results, strict=True):
+        assert_bits_equal(full.detach().half(), narrow.detach(), recipe)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, id="linear-autocast-bf16"), pytest.param(torch.float16, id="linear-autocast-fp16")],
+)
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=name) for name in ("none", *RECIPES)])
+def test_autocast(recipe: str, dtype: torch.dtype) -> None:
+    """Under autocast a layer does as torch's linear: input, compute and output in its dtype, gradients in their own.
+
+    Also compiled, also where the backward pass runs under autocast; float64 is left alone by torch, and refused here.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(64, 32))
+    if recipe != "none":
+        convert_to_float8(model, recipe, detected=simulated("gfx950"))
+    layer = model[0]
+    x, grad = torch.randn(24, 64), torch.randn(24, 32).to(dtype)
+    torch._dynamo.reset()  # each recipe is a recompilation of one function
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+    with torch.autocast("cpu", dtype=dtype):
+        assert nn.functional.linear(x, layer.weight).dtype == dtype
+
+    def run(call: nn.Module, given: torch.Tensor, on: bool, backward_on: bool = False) -> list[torch.Tensor]:
+        layer.zero_grad()
+        given = given.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype, enabled=on):
+            y = call(given)
+        with torch.autocast("cpu", dtype=dtype, enabled=backward_on):
+            y.backward(grad.to(y.dtype))
+        assert layer.weight.grad.dtype == torch.float32
+        return [y.detach(), given.grad, layer.weight.grad.clone(), layer.bias.grad.clone()]
+
+    expected = run(layer, x.to(dtype), on=False)
+    assert expected[0].dtype == dtype
+    for call, backward_on in ((layer, False), (layer, True), (compiled, False)):
+        found = run(call, x, on=True, backward_on=backward_on)
+        assert found[1].dtype == torch.float32
+        found[1] = found[1].to(dtype)
+        for what, one, other in zip(("output", "input", "weight", "bias"), expected, found, strict=True):
+            assert_bits_equal(one, other, f"{recipe}, {what}")
+    if recipe != "none":
+        with torch.autocast("cpu", dtype=dtype), pytest.raises(UnsupportedDtype, match="float64"):
+            layer(x.double())
 
 
 def test_counter_sees_every_operand() -> None:

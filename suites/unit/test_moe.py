@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import connection
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from fp8stack import device, moe
 from fp8stack.device import Detected
 from fp8stack.kernels import groups, launch
 from fp8stack.kernels.grouped_gemm import CHECK
-from fp8stack.linear import RECIPES, convert_to_float8
+from fp8stack.linear import RECIPES, Plan, convert_to_float8
 from fp8stack.metrics import CodeCounter, CodeTable
 from fp8stack.moe import (
     EXPERT_RECIPES,
@@ -303,7 +304,10 @@ def simulated(arch: str) -> Detected:
     return Detected(arch=row, target=device.lookup("cpu"), reason="chosen by the test", simulated=True)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-convert-{recipe}") for recipe in RECIPES])
+CONVERTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-convert-{recipe}") for recipe in CONVERTED])
 def test_conversion(recipe: str) -> None:
     """Experts and shared experts are converted, the router is not; what runs otherwise than it is called is said."""
     model = nn.ModuleDict({"ffn": layer(shared=1)})
@@ -340,7 +344,44 @@ def test_experts_of_another_recipe_stay(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(EXPERT_RECIPES, "tensorwise")
     model = nn.ModuleDict({"ffn": layer(shared=1)})
     report = convert_to_float8(model, "tensorwise", detected=simulated("cpu"))
-    assert report.left == {"ffn.experts": "experts do not run tensorwise, only rowwise, rowwise_with_gw_hp"}
+    assert report.left == {"ffn.experts": "experts do not run tensorwise, only rowwise, rowwise_with_gw_hp, mxfp8"}
+
+
+def test_mxfp8_experts() -> None:
+    """mxfp8 is for OCP formats and sizes of 32; codes of both ways, scales a block, groups padded to 128."""
+
+    def plan_of(arch: str) -> Plan:
+        recipe = replace(RECIPES["rowwise"], name="mxfp8")
+        return Plan(recipe, moe.formats.get(device.lookup(arch).e4m3), moe.formats.get(device.lookup(arch).e5m2))
+
+    experts, odd = filled(GroupedExperts(3, 64, 96)), GroupedExperts(3, 64, 48)
+    assert experts.refuses(plan_of("gfx942")) == "mxfp8 is for OCP formats, this arch has e4m3fnuz"
+    assert odd.refuses(plan_of("gfx950")) == "F = 48 not a multiple of 32"
+    assert experts.refuses(plan_of("gfx950")) is None
+    assert experts.to_float8(plan_of("gfx950")) is None
+    assert (experts.plan.recipe.name, experts.plan.recipe.scale_mode) == ("mxfp8", "rceil")
+    x, offs = normal(20, 64).requires_grad_(), torch.tensor([5, 5, 17], dtype=torch.int32)
+    codes = experts.plan.quantise((x, experts.w1.bfloat16()), (x,), (experts.w2.bfloat16(),), offs)
+    shapes = [[tuple(part.shape) for part in pair] for pair in (*codes.rows, *codes.columns, *codes.weights)]
+    assert shapes == [
+        [(20, 64), (20, 2)],
+        [(3, 96, 64), (3, 96, 2)],
+        [(384, 64), (64, 12)],
+        [(3, 96, 64), (3, 96, 2)],
+    ]
+    assert codes.padded_offs.tolist() == [128, 128, 256]
+    with launch.recording() as ran:
+        experts(x, offs).float().square().sum().backward()
+    assert set(ran) == {"quantize_mxfp8", "grouped_mxfp8_mm"}
+    assert int(torch.count_nonzero(x.grad[17:])) == 0
+    for parameter in experts.parameters():
+        assert bool(parameter.grad.isfinite().all())
+        assert int(torch.count_nonzero(parameter.grad[1])) == 0
+        assert int(torch.count_nonzero(parameter.grad[[0, 2]])) > 0
+    with pytest.raises(ValueError, match="alignment is 16; expected None or a multiple of 32"):
+        experts.keep(alignment=16)
+    with pytest.raises(ValueError, match="N is 48; FP8 GEMMs need a multiple of 32"):
+        moe.fp8_grouped_mm(x, (normal(3, 48, 64),), offs, experts.plan)
 
 
 def test_state_dict_is_plain() -> None:
@@ -365,6 +406,27 @@ def test_state_dict_is_plain() -> None:
         assert_bits_equal(tensor, after[name], name)
 
 
+def test_bias_stays_float32() -> None:
+    """A model that is cast, moved or emptied keeps the balancing bias in float32, and its bits where it has any.
+
+    A step of 1e-3 on a bias of 2 is less than half a bf16 ulp: rounded, balancing would stop.
+    """
+    model = nn.Sequential(layer(shared=1))
+    router = model[0].router
+    router.bias.copy_(torch.arange(8) * 1e-3 + 2)
+    before = router.bias.clone()
+    for cast in (model.bfloat16, model.half, model.double, lambda: model.to("cpu", torch.bfloat16)):
+        cast()
+        assert_bits_equal(before, router.bias, "bias")
+    assert router.weight.dtype == torch.bfloat16
+    assert model.state_dict()["0.router.bias"].dtype == torch.float32
+    router.load += torch.tensor([9, 0, 0, 0, 0, 0, 0, 0])
+    router.balance(1e-3)
+    assert router.bias.tolist() == pytest.approx((before + torch.tensor([-1e-3] + [1e-3] * 7)).tolist(), abs=1e-6)
+    assert model.to("meta")[0].router.bias.dtype == torch.float32
+    assert model.to_empty(device="cpu")[0].router.bias.dtype == torch.float32
+
+
 def test_meta_construction() -> None:
     """A layer is built and converted on the meta device, then filled: nothing asks for data on the way."""
     with torch.device("meta"):
@@ -384,6 +446,60 @@ def test_sizes_are_refused() -> None:
             MoE(dim, ffn, SOFTMAX)
     with pytest.raises(ValueError, match="saved_input is 'x'; expected one of: codes, input"):
         moe.ExpertRecipe("rowwise", True, saved_input="x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param(
+            {"saved_weight": "input"}, "saved_weight is 'input'; expected one of: codes, weight", id="keep-weight"
+        ),
+        pytest.param({"saved_input": None}, "saved_input is None; expected one of: codes, input", id="keep-input"),
+        pytest.param(
+            {"unaligned_groups": "cut"}, "unaligned_groups is 'cut'; expected one of: pad, refuse", id="keep-groups"
+        ),
+        pytest.param(
+            {"fast_accum_gradients": "yes"}, "fast_accum_gradients is 'yes'; expected True or False", id="keep-fast"
+        ),
+        pytest.param({"alignment": 24}, "alignment is 24; expected None or a multiple of 16", id="keep-alignment"),
+        pytest.param({"alignment": 0}, "alignment is 0; expected None or a multiple of 16", id="keep-alignment-zero"),
+        pytest.param({"saved_wieght": "codes"}, "saved_wieght cannot be changed; expected some of", id="keep-unknown"),
+        pytest.param({"grad_weight": False}, "grad_weight cannot be changed; expected some of", id="keep-recipe"),
+    ],
+)
+def test_what_experts_keep_is_checked(fields: dict[str, object], words: str) -> None:
+    """A field that does not exist or is the recipe itself, and a wrong value, are named; the plan stays as it was."""
+    experts = filled(GroupedExperts(3, 64, 48))
+    convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    before = experts.plan
+    with pytest.raises(ValueError, match=words):
+        experts.keep(**fields)
+    assert experts.plan is before
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({}, [True, False, False], id="moe-fast-default"),
+        pytest.param({"fast_accum_gradients": True}, [True, True, True], id="moe-fast-everywhere"),
+        pytest.param({"fast_accum": False}, [False, False, False], id="moe-fast-nowhere"),
+    ],
+)
+def test_fast_accumulation(fields: dict[str, object], expected: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the forward GEMM alone accumulates fast; the recipe says otherwise for it and for both gradients."""
+    asked: list[bool] = []
+    real = moe.grouped_scaled_mm
+
+    def multiply(*operands: torch.Tensor, fast_accum: bool, **named: object) -> torch.Tensor:
+        asked.append(fast_accum)
+        return real(*operands, fast_accum=fast_accum, **named)
+
+    monkeypatch.setattr(moe, "grouped_scaled_mm", multiply)
+    plan = moe.ExpertPlan(replace(EXPERT_RECIPES["rowwise"], **fields), moe.formats.get("e4m3fn"))
+    x, w = normal(24, 64).requires_grad_(), normal(2, 48, 64).requires_grad_()
+    (y,) = moe.fp8_grouped_mm(x, (w,), torch.tensor([5, 24], dtype=torch.int32), plan)
+    y.sum().backward()
+    assert asked == expected
 
 
 def test_refuse_unaligned_groups() -> None:
@@ -469,27 +585,90 @@ def test_bytes_that_are_kept() -> None:
     assert sizes["codes", "codes"] < sizes["codes", "weight"], "one byte a weight in the place of two"
 
 
-def test_passes_over_tokens_and_weights() -> None:
-    """Two GEMMs share one quantisation of x; a gradient is read once; weights once each way."""
+@pytest.mark.parametrize(
+    ("saved_weight", "one_launch", "one_read", "forward", "backward"),
+    [
+        pytest.param("weight", True, True, {"quantize_together": 2}, {"quantize_together": 2}, id="moe-one-launch"),
+        pytest.param("codes", True, True, {"quantize_together": 2}, {"quantize_together": 2}, id="moe-one-both-ways"),
+        pytest.param(
+            "weight",
+            False,
+            True,
+            {"quantize_rowwise_and_colwise": 2, "quantize_experts": 3},
+            {"quantize_rowwise_and_colwise": 3, "quantize_experts_transposed": 3},
+            id="moe-one-read",
+        ),
+        pytest.param(
+            "codes",
+            False,
+            True,
+            {"quantize_rowwise_and_colwise": 2, "quantize_experts_both": 3},
+            {"quantize_rowwise_and_colwise": 3},
+            id="moe-one-read-codes",
+        ),
+        pytest.param(
+            "weight",
+            False,
+            False,
+            {"quantize_rowwise": 2, "quantize_colwise_grouped": 2, "quantize_experts": 3},
+            {"quantize_rowwise": 3, "quantize_colwise_grouped": 3, "quantize_experts_transposed": 3},
+            id="moe-each",
+        ),
+    ],
+)
+def test_passes_over_tokens_and_weights(
+    saved_weight: str,
+    one_launch: bool,
+    one_read: bool,
+    forward: dict[str, int],
+    backward: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two GEMMs share one quantisation of x. In one launch: two ops in the forward pass and two in the backward pass.
+
+    The kernels of these ops, one each for quantize_together, are counted in numerics/test_moe.py, on a GPU.
+    """
+    monkeypatch.setattr(moe, "ONE_LAUNCH", {"cpu": one_launch})
+    monkeypatch.setattr(moe, "ONE_READ", {("cpu", what): one_read for what in ("tokens", "weights")})
     experts = filled(GroupedExperts(3, 64, 48))
     convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    experts.keep(saved_weight=saved_weight)
     calls: dict[str, int] = {}
     real = launch.record
-    with pytest.MonkeyPatch.context() as patch:
 
-        def count(op: str, what: str) -> None:
-            calls[op] = calls.get(op, 0) + 1
-            real(op, what)
+    def count(op: str, what: str) -> None:
+        calls[op] = calls.get(op, 0) + 1
+        real(op, what)
 
-        patch.setattr(launch, "record", count)
-        x = normal(24, 64).requires_grad_()
-        experts(x, torch.tensor([5, 5, 24], dtype=torch.int32)).sum().backward()
-    assert calls == {
-        "quantize_rowwise_and_colwise": 2 + 3,  # x and the middle, and three gradients
-        "quantize_experts": 3,
-        "quantize_experts_transposed": 3,
-        "grouped_scaled_mm": 9,
-    }
+    monkeypatch.setattr(launch, "record", count)
+    y = experts(normal(24, 64).requires_grad_(), torch.tensor([5, 5, 24], dtype=torch.int32))
+    assert calls == forward | {"grouped_scaled_mm": 3}
+    calls.clear()
+    y.sum().backward()
+    assert calls == backward | {"grouped_scaled_mm": 6}
+
+
+@pytest.mark.parametrize(
+    "one_read", [pytest.param(True, id="moe-graph-one-read"), pytest.param(False, id="moe-graph-each")]
+)
+def test_one_graph_of_separate_ops(one_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose tensors each have kernels of their own compile to one graph too; with the bits of one launch."""
+    torch._dynamo.reset()
+    experts = filled(GroupedExperts(3, 64, 48))
+    convert_to_float8(nn.Sequential(experts), "rowwise", detected=simulated("cpu"))
+    x, offs = normal(24, 64), torch.tensor([5, 5, 24], dtype=torch.int32)
+    found = []
+    for one_launch in (True, False):
+        monkeypatch.setattr(moe, "ONE_LAUNCH", {"cpu": one_launch})
+        monkeypatch.setattr(moe, "ONE_READ", {("cpu", what): one_read for what in ("tokens", "weights")})
+        call = experts if one_launch else torch.compile(experts, fullgraph=True, dynamic=False, backend="aot_eager")
+        given = x.clone().requires_grad_()
+        y = call(given, offs)
+        y.square().sum().backward()
+        found.append((y, given.grad, *(parameter.grad for parameter in experts.parameters())))
+        experts.zero_grad()
+    for one, other in zip(*found, strict=True):
+        assert_bits_equal(one, other, "separate ops")
 
 
 def test_one_graph_for_many_routings() -> None:
@@ -556,13 +735,16 @@ def _rank(rank: int, size: int, folder: str) -> None:
     try:
         results = {}
         for recipe in EXPERT_PARALLEL_RECIPES:
-            found, x = _layer_and_tokens(recipe)
-            found.expert_parallel(dist.group.WORLD)
-            gradients = _train(found, x[:16] if rank == 0 else x[16:])
-            for name, gradient in gradients.items():
-                if name.startswith(("router", "shared")):
-                    dist.all_reduce(gradient)
-            results[recipe] = (gradients, found.router.load)
+            for cut in (True, False):
+                found, x = _layer_and_tokens(recipe)
+                if cut:
+                    found.expert_parallel(dist.group.WORLD)
+                gradients = _train(found, x[:16] if rank == 0 else x[16:])
+                everybodys = ("router", "shared") if cut else ("router", "shared", "experts")
+                for name, gradient in gradients.items():
+                    if name.startswith(everybodys):
+                        dist.all_reduce(gradient)
+                results[recipe, cut] = (gradients, found.router.load)
         torch.save(results, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -597,29 +779,72 @@ def test_ranks_end_together() -> None:
     assert not any(process.is_alive() for process in ranks)
 
 
-def test_expert_parallel(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], Any]]:
+    """What two ranks found, with uneven tokens: (recipe, whether experts were cut) -> gradients and load."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    _run([context.Process(target=_rank, args=(rank, 2, str(folder))) for rank in (0, 1)])
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, id=f"moe-norms-{recipe}") for recipe in EXPERT_PARALLEL_RECIPES]
+)
+def test_gradient_norms_of_one_rank_and_of_two(recipe: str, ranks: list[dict[tuple[str, bool], Any]]) -> None:
+    """World size 1, 2, and 2 with expert parallelism: the norm of every parameter's gradient, router included, agrees.
+
+    An expert's gradient at expert parallel 2 is held by one rank, whole; the others are sums over ranks.
+    """
+    found, x = _layer_and_tokens(recipe)
+    expected = _train(found, x)
+    parameters = [name for name, _ in found.named_parameters()]
+    assert "router.weight" in parameters
+    for cut in (False, True):
+        gradients = [rank[recipe, cut][0] for rank in ranks]
+        for name in parameters:
+            whole = gradients[0][name]
+            if cut and name.startswith("experts"):
+                whole = torch.cat([gradient[name] for gradient in gradients])
+            norm = float(whole.norm())
+            wanted = float(expected[name].norm())
+            assert norm == pytest.approx(wanted, rel=NORM), f"{recipe}, cut: {cut}: norm of {name}"
+
+
+def test_expert_parallel(ranks: list[dict[tuple[str, bool], Any]]) -> None:
     """Two ranks with half of the experts and uneven tokens give one process's outputs and gradients, a parameter each.
 
     An expert's gradient is the sum over the tokens of both ranks, neither more nor less: multiplied by the degree it
     would leave the loss curve as it is.
     """
-    context = multiprocessing.get_context("spawn")
-    _run([context.Process(target=_rank, args=(rank, 2, str(tmp_path))) for rank in (0, 1)])
-    both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for recipe in EXPERT_PARALLEL_RECIPES:
         found, x = _layer_and_tokens(recipe)
         expected = _train(found, x)
-        ranks, loads = zip(*(results[recipe] for results in both), strict=True)
+        both, loads = zip(*(results[recipe, True] for results in ranks), strict=True)
         assert (loads[0] + loads[1]).tolist() == found.router.load.tolist()
         for name in ("y", "x", "experts.w1", "experts.w2", "experts.w3"):
-            assert_bits_equal(expected[name], torch.cat([rank[name] for rank in ranks]), f"{recipe}: {name}")
+            assert_bits_equal(expected[name], torch.cat([rank[name] for rank in both]), f"{recipe}: {name}")
         summed = [name for name in expected if name.startswith(("router", "shared"))]
         assert len(summed) == 4
         for name in summed:
             norm = float(expected[name].norm())
-            assert float(ranks[0][name].norm()) == pytest.approx(norm, rel=NORM), f"{recipe}: norm of {name}"
-            apart = float((ranks[0][name] - expected[name]).norm()) / norm
+            assert float(both[0][name].norm()) == pytest.approx(norm, rel=NORM), f"{recipe}: norm of {name}"
+            apart = float((both[0][name] - expected[name]).norm()) / norm
             assert apart <= DISTANCE, f"{recipe}: {name} is {apart:.4f} of its norm apart"
+
+
+def test_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert parallelism applied twice would keep a quarter of the experts and lose the others' tokens: refused."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    found = layer()
+    found.expert_parallel(object())
+    assert found.experts.w1.shape[0] == 4
+    with pytest.raises(
+        ValueError, match="holds 4 of 8 experts already; expected a whole one; call expert_parallel once"
+    ):
+        found.expert_parallel(object())
+    assert found.experts.w1.shape[0] == 4
 
 
 def test_degree_that_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:

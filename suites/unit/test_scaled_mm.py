@@ -15,9 +15,11 @@ from fp8stack import device, formats
 from fp8stack.device import Detected
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import launch
-from fp8stack.kernels.scaled_mm import BACKENDS, choose_backend, scaled_mm
+from fp8stack.kernels.blockwise import quantize_blockwise
+from fp8stack.kernels.mxfp8 import quantize_mxfp8
+from fp8stack.kernels.scaled_mm import choose_backend, scaled_mm, scaled_mm_reference
 from suites.cases import FORMATS, from_bits
-from suites.compare import assert_bits_equal
+from suites.compare import assert_bits_equal, assert_within_ulps
 
 ONE = torch.tensor(1.0)
 
@@ -32,13 +34,35 @@ def scales(count: int, seed: int = 0) -> torch.Tensor:
     return torch.rand((count,), generator=torch.Generator().manual_seed(seed)) + 0.1
 
 
+def operands(granularity: str, m: int, n: int, k: int, fmt: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """a (m, k), b (k, n), their scales of blocks, and what they stand for in float64, from normal numbers.
+
+    Blocks differ in size, so that a scale taken from a neighbour shows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (
+        torch.randn((rows, k), generator=generator) * torch.exp2(torch.randint(-4, 5, (rows, k), generator=generator))
+        for rows in (m, n)
+    )
+    if granularity == "1x32":
+        (a, inverse_a), (b, inverse_b) = (quantize_mxfp8(x, fmt, "rceil") for x in (left, right))
+        block, factors = (1, 32), [torch.exp2(x.double() - 127) for x in (inverse_a, inverse_b)]
+    else:
+        unit = granularity.split()[1]
+        (a, inverse_a), (b, inverse_b) = quantize_blockwise(left, fmt), quantize_blockwise(right, fmt, unit)
+        block, factors = (128 if unit == "128x128" else 1, 128), [inverse_a.double(), inverse_b.double()]
+    wide_a = factors[0].repeat_interleave(block[1], 1)[:, :k] * formats.decode(a, fmt).double()
+    wide_b = factors[1].repeat_interleave(block[1], 1)[:, :k].repeat_interleave(block[0], 0)[:n]
+    return a, b.t(), inverse_a, inverse_b.t(), wide_a, (wide_b * formats.decode(b, fmt).double()).t()
+
+
 # --- the backend ------------------------------------------------------------------------------------------------------
 
-# (target, arch by override or None, format of a, format of b) -> backend; None: UnsupportedDtype.
-CHOICES: dict[str, tuple[str, str | None, str, str, str | None]] = {
+# (target, arch by override or None, format of a, format of b[, granularity]) -> backend; None: UnsupportedDtype.
+CHOICES: dict[str, tuple[str | None, ...]] = {
     "own-e4m3": ("sm_90", None, "e4m3fn", "e4m3fn", "torch"),
     "own-mixed": ("gfx942", None, "e5m2fnuz", "e4m3fnuz", "torch"),
-    "own-e5m2": ("sm_90", None, "e5m2", "e5m2", "reference"),
+    "own-e5m2": ("sm_90", None, "e5m2", "e5m2", "triton"),
     "emulated": ("gfx90a", None, "e4m3fn", "e5m2", "reference"),
     "foreign": ("sm_90", None, "e4m3fnuz", "e4m3fnuz", None),
     "foreign-right": ("gfx942", None, "e4m3fnuz", "e4m3fn", None),
@@ -50,21 +74,33 @@ CHOICES: dict[str, tuple[str, str | None, str, str, str | None]] = {
     "cpu": ("cpu", None, "e4m3fn", "e4m3fn", "reference"),
     "cpu-foreign": ("cpu", None, "e4m3fnuz", "e5m2", "reference"),
     "cpu-simulated": ("cpu", "gfx942", "e4m3fnuz", "e4m3fnuz", "reference"),
+    "blocks": ("gfx942", None, "e4m3fnuz", "e4m3fnuz", "1x128 128x128", "triton"),
+    "blocks-gradient": ("sm_90", None, "e4m3fn", "e5m2", "1x128 1x128", "triton"),
+    "blocks-emulated-arch": ("gfx90a", None, "e4m3fn", "e4m3fn", "1x128 1x128", "reference"),
+    "blocks-foreign": ("sm_90", None, "e4m3fnuz", "e4m3fnuz", "1x128 128x128", None),
+    "blocks-simulated": ("sm_90", "gfx942", "e4m3fnuz", "e4m3fnuz", "1x128 128x128", "simulated"),
+    "blocks-cpu": ("cpu", None, "e4m3fn", "e4m3fn", "1x128 128x128", "reference"),
+    "mx-gfx950": ("gfx950", None, "e4m3fn", "e4m3fn", "1x32", "triton"),
+    "mx-sm_100": ("sm_100", None, "e4m3fn", "e5m2", "1x32", "triton"),
+    "mx-sm_90": ("sm_90", None, "e4m3fn", "e4m3fn", "1x32", "emulated"),
+    "mx-gfx90a": ("gfx90a", None, "e4m3fn", "e4m3fn", "1x32", "emulated"),
+    "mx-simulated": ("gfx942", "gfx950", "e4m3fn", "e4m3fn", "1x32", "simulated"),
+    "mx-cpu": ("cpu", "gfx950", "e4m3fn", "e4m3fn", "1x32", "reference"),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, id=f"scaled_mm-backend-{name}") for name in CHOICES])
 def test_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One table decides; a format that the device lacks runs only where the override asks for it, else it is named."""
-    target, override, left, right, expected = CHOICES[name]
+    target, override, left, right, *granularity, expected = CHOICES[name]
     found = Detected(device.lookup(override or target), device.lookup(target), "chosen by the test", bool(override))
     monkeypatch.setattr(device, "detect", lambda where=None: found)
     a, b = codes(16, 16, left), codes(16, 16, right).t()
     if expected is not None:
-        assert expected == choose_backend(a, b)
+        assert expected == choose_backend(a, b, *granularity)
         return
     with pytest.raises(UnsupportedDtype) as caught:
-        choose_backend(a, b)
+        choose_backend(a, b, *granularity)
     for word in (str(a.dtype), str(b.dtype), target, "; expected", "FP8STACK_ARCH", "chosen by the test"):
         assert word in str(caught.value)
 
@@ -72,7 +108,7 @@ def test_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown backend is named; `simulated` needs an override that sets another arch than the device's."""
     a, b = codes(16, 16, "e4m3fn"), codes(16, 16, "e4m3fn").t()
-    with pytest.raises(ValueError, match="backend is 'cublas'; expected one of torch, reference, simulated"):
+    with pytest.raises(ValueError, match="backend is 'cublas'; expected one of torch, triton, emulated, refere"):
         scaled_mm(a, b, ONE, ONE, backend="cublas")
     monkeypatch.delenv("FP8STACK_ARCH", raising=False)
     with pytest.raises(ValueError, match="FP8STACK_ARCH=gfx942"):
@@ -80,7 +116,7 @@ def test_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(name, id=f"scaled_mm-recorded-{name}") for name in BACKENDS if name != "torch"]
+    "backend", [pytest.param(name, id=f"scaled_mm-recorded-{name}") for name in ("reference", "simulated")]
 )
 def test_backends_agree(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and scales that float32 holds exactly: our own backends give the same bits and are on record."""
@@ -219,8 +255,77 @@ def test_opcheck() -> None:
         (a[:0], scales(0), torch.bfloat16, scales(48)),
     ):
         inverse_b = ONE if inverse.dim() == 0 else scales(48)
-        arguments = (given, "e4m3fn", b.t(), "e4m3fn", inverse, inverse_b, dtype, bias, None, False)
+        granularity = "row" if inverse.dim() else "tensor"
+        arguments = (given, "e4m3fn", b.t(), "e4m3fn", inverse, inverse_b, granularity, dtype, bias, None, False)
         torch.library.opcheck(op, arguments)
+    for name in ("1x128 128x128", "1x32"):
+        given = operands(name, 5, 48, 272, "e4m3fn")
+        left, right = (x.view(torch.uint8) for x in given[:2])
+        arguments = (left, "e4m3fn", right, "e4m3fn", *given[2:4], name, torch.bfloat16, None, None, False)
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        pytest.param(1, 16, 16, id="scaled_mm-blocks-one-block"),
+        pytest.param(5, 144, 400, id="scaled_mm-blocks-last-block-short"),
+        pytest.param(130, 16, 256, id="scaled_mm-blocks-whole"),
+    ],
+)
+@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=fmt) for fmt in FORMATS])
+@pytest.mark.parametrize(
+    "granularity", [pytest.param(name, id=name.replace(" ", "-")) for name in ("1x128 128x128", "1x128 1x128", "1x32")]
+)
+def test_blocks(granularity: str, fmt: str, m: int, n: int, k: int) -> None:
+    """A scale of a block multiplies what it belongs to, in the last one too; the bias is added before the rounding."""
+    if granularity == "1x32" and fmt.endswith("fnuz"):
+        with pytest.raises(UnsupportedDtype, match=r"E8M0 scales .*; expected e4m3fn or e5m2: .*; on a FNUZ"):
+            scaled_mm(
+                codes(m, k, fmt),
+                codes(n, k, fmt).t(),
+                torch.zeros((m, -(-k // 32)), dtype=torch.uint8),
+                torch.zeros((-(-k // 32), n), dtype=torch.uint8),
+            )
+        return
+    a, b, inverse_a, inverse_b, left, right = operands(granularity, m, n, k, fmt)
+    bias = scales(n)
+    expected = ((left @ right).to(torch.float32) + bias).to(torch.bfloat16)
+    assert_bits_equal(expected, scaled_mm(a, b, inverse_a, inverse_b, bias=bias), "product")
+    if granularity == "1x32":
+        e8m0 = [x.view(torch.float8_e8m0fnu) for x in (inverse_a, inverse_b)]
+        assert_bits_equal(expected, scaled_mm(a, b, *e8m0, bias=bias), "product by float8_e8m0fnu scales")
+
+
+@pytest.mark.parametrize(
+    "granularity",
+    [
+        pytest.param(name, id=f"scaled_mm-pad-{name.replace(' ', '-')}")
+        for name in ("1x128 128x128", "1x128 1x128", "1x32")
+    ],
+)
+def test_pad_blocks(granularity: str) -> None:
+    """pad=True takes any K and N with scales of blocks: a block that the padding fills up keeps its scale."""
+    a, b, inverse_a, inverse_b, left, right = operands(granularity, 5, 131, 133, "e4m3fn")
+    expected = (left @ right).to(torch.float32)
+    assert_bits_equal(expected, scaled_mm(a, b, inverse_a, inverse_b, torch.float32, pad=True), "padded product")
+
+
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [pytest.param(n, k, id=f"scaled_mm-reference-n{n}-k{k}") for n, k in ((1, 1), (17, 24), (16, 1), (1, 16))],
+)
+def test_reference_takes_any_size(n: int, k: int) -> None:
+    """The reference by name multiplies what no hardware takes: K and N of 1, no multiples of 16 (no padding either)."""
+    a, b = codes(3, k, "e4m3fnuz", 1), codes(n, k, "e4m3fnuz", 2)
+    exact = formats.decode(a, "e4m3fnuz").double() @ formats.decode(b, "e4m3fnuz").double().t()
+    actual = scaled_mm(a, b.t(), ONE, ONE, torch.float32, backend="reference")
+    assert_bits_equal(exact.to(torch.float32), actual, "product by the reference")
+    for name in ("1x128 128x128", "1x32"):
+        given = operands(name, 3, n, k, "e4m3fn")
+        actual = scaled_mm(*given[:4], torch.float32, backend="reference")
+        # Where a block holds all of K its scale may count as a row's, and is multiplied in float32.
+        assert_within_ulps((given[4] @ given[5]).to(torch.float32), actual, 1, f"product by the reference, {name}")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -297,6 +402,134 @@ def test_what_torch_is_called_with(by_row_a: bool, by_row_b: bool, monkeypatch: 
         assert scale.is_contiguous()
     assert (call["out_dtype"], call["use_fast_accum"]) == (torch.bfloat16, True)
     assert_bits_equal(bias, call["bias"], "bias that torch is given")
+
+
+def on_target(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every device that target, as far as decisions go."""
+    found = Detected(device.lookup(target), device.lookup(target), "chosen by the test", False)
+    monkeypatch.setattr(device, "detect", lambda where=None: found)
+
+
+# The private op decides what it multiplies by shapes and strides of the scales: aten's rules, ScaledBlas.cpp.
+TORCH_BLOCKS = {"1x128-128x128": ("sm_90", "1x128 128x128"), "1x128-1x128": ("sm_90", "1x128 1x128")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"scaled_mm-torch-{name}") for name in TORCH_BLOCKS])
+@pytest.mark.parametrize(
+    ("m", "k"), [pytest.param(m, k, id=f"m{m}-k{k}") for m, k in ((1, 1408), (64, 1152), (5, 272))]
+)
+def test_what_torch_is_called_with_for_blocks(name: str, m: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales in cuBLASLt's order, a multiple of four along K, zero codes up to there: the product stays what it was."""
+    target, granularity = TORCH_BLOCKS[name]
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def product(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        seen.append((a, b, scale_a, scale_b))
+        return scaled_mm_reference(a, b, scale_a, scale_b, out_dtype, bias, granularity)
+
+    a, b, inverse_a, inverse_b, left, right = operands(granularity, m, 144, k, "e4m3fn")
+    on_target(target, monkeypatch)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    out = scaled_mm(a, b, inverse_a, inverse_b, backend="torch", fast_accum=True)
+    assert_bits_equal((left @ right).to(torch.float32).to(torch.bfloat16), out, "product")
+    given_a, given_b, scale_a, scale_b = seen[0]
+    rows, depth = given_a.shape
+    blocks = depth // 128
+    assert depth % 512 == rows % 4 == 0
+    assert (given_a.stride(), given_b.stride()) == ((depth, 1), (1, depth))
+    assert (scale_a.shape, scale_a.stride()) == ((rows, blocks), (1, rows))
+    if granularity == "1x128 128x128":
+        assert (scale_b.shape, scale_b.stride()) == ((blocks, 2), (1, blocks))
+    else:
+        assert (scale_b.shape, scale_b.stride()) == ((blocks, 144), (144, 1))
+    meta = [x.to("meta") for x in seen[0]]
+    monkeypatch.undo()
+    # The private op's own meta kernel takes the shapes: its scales of a CUDA device, told apart by shape alone.
+    made = torch._scaled_mm(*meta[:2], scale_a=meta[2], scale_b=meta[3], out_dtype=torch.bfloat16)
+    assert made.shape == (rows, 144)
+
+
+def test_what_torch_is_called_with_for_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E8M0 scales in cuBLASLt's tiles of 128 rows by 4: (r, c) of a tile is at 16 * (r % 32) + 4 * (r // 32) + c."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def product(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        seen.append((a, b, scale_a, scale_b))
+        return torch.zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+    a, b, inverse_a, inverse_b, *_ = operands("1x32", 130, 144, 272, "e4m3fn")
+    on_target("sm_100", monkeypatch)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    scaled_mm(a, b, inverse_a, inverse_b, backend="torch")
+    given_a, given_b, *found = seen[0]
+    assert (given_a.shape, given_b.shape) == ((130, 384), (384, 144))
+    for scale, given in zip(found, (inverse_a, inverse_b.t()), strict=True):
+        assert (scale.dtype, tuple(scale.shape)) == (torch.float8_e8m0fnu, (256 * 12,))
+        flat, rows, blocks = scale.view(torch.uint8).tolist(), *given.shape
+        for r in (0, 1, 31, 32, 127, 128, rows - 1):
+            for c in range(blocks):
+                tile = r // 128 * 3 + c // 4
+                assert flat[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] == int(given[r, c]), (r, c)
+    meta = [x.to("meta") for x in seen[0]]
+    monkeypatch.undo()
+    made = torch._scaled_mm(*meta[:2], scale_a=meta[2], scale_b=meta[3], out_dtype=torch.bfloat16)
+    assert made.shape == (130, 144)
+
+
+# (target, backend, granularity) -> the error and its words.
+CANNOT: dict[str, tuple[str, str, str, type[Exception], str]] = {
+    "triton-cpu": ("cpu", "triton", "1x128 128x128", ValueError, "on a CPU that does not interpret; expected a GPU"),
+    "emulated-cpu": ("cpu", "emulated", "1x32", ValueError, "on a CPU that does not interpret; expected a GPU"),
+    "emulated-blocks": ("sm_90", "emulated", "1x128 1x128", ValueError, "expected scales of 1x32"),
+    "torch-blocks-rocm": ("gfx942", "torch", "1x128 128x128", ValueError, "on gfx942; expected .* on sm_90"),
+    "torch-mx-sm_90": ("sm_90", "torch", "1x32", ValueError, "on sm_90; expected .* 1x32 on sm_100"),
+    "torch-blocks-cpu": ("cpu", "torch", "1x128 1x128", ValueError, "on cpu; expected .* on sm_90"),
+    "triton-mx-sm_90": ("sm_90", "triton", "1x32", ValueError, "expected 'emulated' there"),
+    "triton-foreign": ("gfx942", "triton", "1x128 128x128", UnsupportedDtype, "by .* on gfx942; expected formats"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"scaled_mm-cannot-{name}") for name in CANNOT])
+def test_backend_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that was asked for by name and has no such product there is refused in words, and nothing else runs."""
+    target, backend, granularity, kind, words = CANNOT[name]
+    given = operands(granularity, 16, 16, 256, "e4m3fn")[:4]
+    on_target(target, monkeypatch)
+    with pytest.raises(kind, match=words) as caught:
+        scaled_mm(*given, backend=backend)
+    assert str(caught.value).count("; ") == 2, "what; expected; what next"
+
+
+def test_granularity_by_name() -> None:
+    """One block along K: scales of rows by their shape, of blocks for who says so; a name they do not tell fails."""
+    a, b, inverse_a, inverse_b, left, right = operands("1x128 1x128", 5, 32, 96, "e4m3fn")
+    expected = (left @ right).to(torch.float32)
+    for name in (None, "row", "1x128 1x128"):
+        actual = scaled_mm(a, b, inverse_a, inverse_b, torch.float32, granularity=name)
+        assert_within_ulps(expected, actual, 2, f"product, granularity {name}")
+    with pytest.raises(
+        ValueError, match=r"of row and inverse_scale_b of row; expected '1x128 128x128', for both; "
+    ) as caught:
+        scaled_mm(a, b, inverse_a, inverse_b, granularity="1x128 128x128")
+    assert str(caught.value).count("; ") == 2, "what; expected; what next"
+
+
+def test_scales_that_do_not_belong_together() -> None:
+    """Two granularities that no product takes together, or a shape that is none, are named with what there is."""
+    a, b, inverse_a, inverse_b, *_ = operands("1x128 128x128", 16, 32, 256, "e4m3fn")
+    for left, right, words in (
+        (inverse_a, scales(32), "inverse_scale_a has scales of 1x128 and inverse_scale_b of row; expected one of"),
+        (scales(16).unsqueeze(1), inverse_b, "inverse_scale_a has scales of row and inverse_scale_b of 128x128"),
+        (
+            inverse_a,
+            inverse_b.t(),
+            r"inverse_scale_b is torch.float32 of shape \(1, 2\); expected .*\(2, 32\), \(2, 1\)",
+        ),
+        (inverse_a.to(torch.uint8), inverse_b, r"inverse_scale_a is torch.uint8 .* E8M0 bytes of shape \(16, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=words) as caught:
+            scaled_mm(a, b, left, right)
+        assert str(caught.value).count("; ") == 2, "what; expected; what next"
 
 
 def test_torch_backend_gives_bf16_with_row_scales() -> None:

@@ -23,12 +23,15 @@ from fp8stack.kernels import (
     colwise,
     experts,
     grouped_kernel,
+    grouped_mxfp8,
     launch,
     mxfp8,
     rowwise,
     rowwise_and_colwise,
     rowwise_grouped,
+    scaled_kernel,
     tensorwise,
+    together,
 )
 
 TARGET = "sm_90"
@@ -130,6 +133,26 @@ def _grouped(in_rows: bool, fp8: bool) -> Callable[[int], object]:
     return call
 
 
+def _scaled(scales: str, gradient: bool) -> Callable[[int], object]:
+    """An output or weight-gradient GEMM, HIDDEN by 96, of so many tokens, padded to 16 where they are contracted."""
+    row = launch.config(scaled_kernel.SCALED_CONFIGS, TARGET, scaled_kernel.size_class(scales, wide=False))
+    shared = 1 if gradient or scales != "block" else 128
+
+    def call(tokens: int) -> object:
+        m, n, k = (96, HIDDEN, -(-tokens // 16) * 16) if gradient else (tokens, 96, HIDDEN)
+        a, b = torch.empty(m, k).to(FMT.dtype), torch.empty(n, k).to(FMT.dtype).t()
+        if scales == "after":
+            inverse = torch.empty(m), torch.empty(n)
+        elif scales == "block":
+            inverse = torch.empty(m, -(-k // 128)), torch.empty(-(-n // shared), -(-k // 128))
+        else:
+            inverse = tuple(torch.empty((rows, -(-k // 32)), dtype=torch.uint8) for rows in (m, n))
+        options = (torch.bfloat16, None, scales, shared, False, True, row, TARGET)
+        return scaled_kernel.launch_scaled(a, b, *inverse, *options)
+
+    return call
+
+
 def _rowwise_and_colwise(turned: bool = False) -> Callable[[int], object]:
     classes = rowwise_and_colwise.size_class(OFFS.shape[0], HIDDEN, torch.bfloat16)
     row = launch.config(rowwise_and_colwise.ROWWISE_AND_COLWISE_CONFIGS, TARGET, classes)
@@ -141,9 +164,39 @@ def _rowwise_and_colwise(turned: bool = False) -> Callable[[int], object]:
     return call
 
 
+def _together(tokens: int) -> object:
+    """Both passes of a product: rows and columns of tokens, weights by rows, and transposed."""
+    row = launch.config(together.TOGETHER_CONFIGS, TARGET, colwise.size_class(OFFS.shape[0]))
+    x, w = _x(tokens, HIDDEN), torch.empty((3, 96, HIDDEN), dtype=torch.bfloat16)
+    dy = _x(tokens, 96)
+    together.launch_together((x, w, w), (x,), (), OFFS, FMT, True, 16, row, TARGET)
+    return together.launch_together((x, x), (dy, dy, x), (w, w), OFFS, FMT, True, 16, row, TARGET)
+
+
+def _grouped_mxfp8(in_rows: bool) -> Callable[[int], object]:
+    """As _grouped; tokens of a gradient are padded to 128."""
+    row = launch.config(grouped_mxfp8.GROUPED_MXFP8_CONFIGS, TARGET, "rows" if in_rows else "contraction")
+
+    def call(tokens: int) -> object:
+        if in_rows:
+            a, b = torch.empty(tokens, HIDDEN), torch.empty(3, 96, HIDDEN).transpose(1, 2)
+            scales = torch.empty(tokens, HIDDEN // 32), torch.empty(3, 96, HIDDEN // 32)
+        else:
+            m = (tokens + 3 * 127) // 128 * 128
+            a, b = torch.empty(96, m), torch.empty(HIDDEN, m).t()
+            scales = torch.empty(96, m // 32), torch.empty(HIDDEN, m // 32)
+        codes, byte = (x.to(torch.float8_e4m3fn) for x in (a, b)), (x.to(torch.uint8) for x in scales)
+        return grouped_mxfp8.launch_grouped_mxfp8(
+            *codes, *byte, OFFS, torch.bfloat16, 1 if in_rows else 128, row, TARGET
+        )
+
+    return call
+
+
 # Case -> call, and how many keys a kernel may have. Codes whose rows are tokens long are stored 16 bytes wide where 16
 # divides their number: two keys. Rows of tokens are also read as words where two divides it: three. MXFP8 writes its
-# scales as words where four divide the blocks: four.
+# scales as words where four divide the blocks: four. A product that contracts tokens masks its last step unless they
+# are whole steps: two; and reads E8M0 scales as words where four divide the blocks of whole steps: three.
 CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "rowwise": (_rowwise, 1),
     "tensorwise-row": (_tensorwise("row", HIDDEN), 1),
@@ -164,6 +217,13 @@ CASES: dict[str, tuple[Callable[[int], object], int]] = {
     "grouped-bf16-contraction": (_grouped(in_rows=False, fp8=False), 1),
     "rowwise-and-colwise": (_rowwise_and_colwise(), 1),
     "rowwise-and-colwise-transposed": (_rowwise_and_colwise(turned=True), 1),
+    **{f"scaled-{name}-rows": (_scaled(name, gradient=False), 1) for name in ("after", "block", "bytes")},
+    "scaled-after-contraction": (_scaled("after", gradient=True), 2),
+    "scaled-block-contraction": (_scaled("block", gradient=True), 2),
+    "scaled-bytes-contraction": (_scaled("bytes", gradient=True), 3),
+    "together": (_together, 1),
+    "grouped-mxfp8-rows": (_grouped_mxfp8(in_rows=True), 1),
+    "grouped-mxfp8-contraction": (_grouped_mxfp8(in_rows=False), 1),
     "mxfp8-rows": (_mxfp8(1), 1),
     "mxfp8-columns": (_mxfp8(0), 4),
 }
@@ -183,10 +243,13 @@ def test_tokens_do_not_specialise(call: Callable[[int], object], most: int, monk
         colwise,
         rowwise_grouped,
         rowwise_and_colwise,
+        together,
         grouped_kernel,
+        scaled_kernel,
+        grouped_mxfp8,
     ):
         for name, kernel in vars(module).items():
-            if name.endswith("_kernel"):
+            if name.endswith("_kernel") and hasattr(kernel, "arg_names"):  # and no module
                 recorders.append(Recorder(kernel))
                 monkeypatch.setattr(module, name, recorders[-1])
     for tokens in TOKENS:

@@ -177,7 +177,7 @@ COMPILED: dict[str, sweep.Shape] = {
     "colwise": (16640, 5120, 128),
     "colwise_pair": (32768, 7168, 32),
     "rowwise_grouped": (7168, 32768, 32),
-    "rowwise_and_colwise": (16640, 5120, 128),
+    "rowwise_and_colwise": (32768, 7168, 32),
     "experts_transposed": (32, 2048, 7168),
     "experts_both": (32, 2048, 7168),
 }

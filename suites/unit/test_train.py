@@ -304,6 +304,10 @@ def test_experts(recipe: str) -> None:
     if recipe == "bf16":
         return
     assert result.conversion is not None
+    if recipe == "blockwise":  # of which experts have no GEMM: the report says so, and they stay as they are
+        assert result.conversion.experts == ()
+        assert set(result.conversion.left) == {"output", "layers.1.moe.experts"}
+        return
     assert result.conversion.experts == ("layers.1.moe.experts",)
     assert set(result.conversion.left) == {"output"}
     assert trainer.saturated_by_layer["layers.1.moe.experts"] > 0

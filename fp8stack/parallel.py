@@ -238,6 +238,7 @@ GEMMS: dict[str, str] = {
     "fp8stack::scaled_mm": "linear",
     "fp8stack::grouped_scaled_mm": "linear",
     "fp8stack::grouped_mm": "linear",
+    "fp8stack::grouped_mxfp8_mm": "linear",
     "aten::bmm": "attention",
     "aten::baddbmm": "attention",
     **{

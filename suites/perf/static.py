@@ -233,8 +233,8 @@ class _Child:
             self._process = None
             if (code := process.wait()) == 1:  # an exception of Python; a compiler that crashes ends by a signal
                 raise RuntimeError(
-                    f"{self._python} ended with an error before it compiled {job.op} for {job.arch}; expected an answer "
-                    "for every configuration; its traceback is above: mend that first"
+                    f"{self._python} ended with an error before it compiled {job.op} for {job.arch}; expected an "
+                    "answer for every configuration; its traceback is above: mend that first"
                 )
             return Answer((), f"{self._python} died with exit code {code}; its stderr says why", "unknown")
         told = json.loads(line)

@@ -189,11 +189,14 @@ class Topology:
     network_latency_us: float
     compute_efficiency: float  # share of their peak that products reach when nothing is waited for
 
-    def seconds(self, op: str, ranks: int, size: int) -> float:
-        """Of one collective over `ranks` ranks; size: bytes of the whole."""
+    def seconds(self, op: str, ranks: int, size: int, extent: int = 0) -> float:
+        """Of one collective over `ranks` ranks; size: bytes of the whole.
+
+        extent: how many neighbouring GPUs these ranks are among, if they are not all of them neighbours.
+        """
         if ranks == 1:
             return 0.0
-        inside = ranks <= self.gpus_a_node
+        inside = max(ranks, extent) <= self.gpus_a_node
         bandwidth = (self.node_gb_s if inside else self.network_gb_s) * 1e9
         latency = (self.node_latency_us if inside else self.network_latency_us) * 1e-6
         moved = size * (ranks - 1) / ranks * (2 if op == "all-reduce" else 1)
@@ -240,9 +243,15 @@ def weak_scaling(
     for gpus in (8 << n for n in range(10)):
         if gpus < expert_parallel:
             continue
-        # Rows are exchanged within the degree, whatever the number of GPUs; every other group grows with it.
+        # Rows are exchanged among neighbours, as many as the degree, whatever the number of GPUs. Other groups grow
+        # with it, and have members all over the cluster.
         communication = sum(
-            count * topology.seconds(op, group if op == "all-to-all" else group * gpus // ranks, size // max(1, count))
+            count
+            * (
+                topology.seconds(op, group, size // max(1, count))
+                if op == "all-to-all"
+                else topology.seconds(op, group * gpus // ranks, size // max(1, count), extent=gpus)
+            )
             for (op, group), (count, size) in measured.collectives.items()
         )
         step = max(compute, communication) + communication / units / 2

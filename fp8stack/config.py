@@ -29,6 +29,8 @@ from fp8stack.models import MODELS, Sizes, model_named
 
 BF16 = "bf16"
 RECOMPUTE = ("none", "full", "selective")
+# Whose quantisers have a chain of plain operators (kernels/unfused.py).
+UNFUSED_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 QUANTISATIONS = ("fused", "unfused")
 COMPILERS = ("none", "inductor", "aot_eager")
 _MEGABYTE = 1 << 20
@@ -133,6 +135,11 @@ class TrainConfig:
                 raise ConfigError(
                     f"{name} is {value!r}; expected a number from {low:g} to {high:g}; correct --{option}"
                 )
+        if self.quantisation == "unfused" and self.recipe not in (BF16, *UNFUSED_RECIPES):
+            raise ConfigError(
+                f"quantisation is unfused, and recipe '{self.recipe}' has kernels only; expected one of: "
+                f"{', '.join(UNFUSED_RECIPES)}; choose another --recipe or --quantisation fused"
+            )
         size = model_named(self.model)
         if self.layers > size.layers:
             raise ConfigError(

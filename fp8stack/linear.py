@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from fp8stack import device as devices
 from fp8stack import formats
 from fp8stack.formats import Format
-from fp8stack.kernels import mxfp8
+from fp8stack.kernels import mxfp8, scaled_kernel
 from fp8stack.kernels.blockwise import quantize_blockwise
 from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.mxfp8 import quantize_mxfp8
@@ -200,10 +200,12 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     """What a linear of torch computes x in: autocast's dtype where it is on for the device of x, else that of x."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
+
+
+def _autocasts(x: torch.Tensor) -> bool:
+    # Not torch.amp.is_autocast_available, which torch.compile of 2.11 cannot trace. The meta device has no autocast.
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -212,10 +214,7 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     Around products alone: a compiled backward pass is traced where its forward pass began, and dynamo (torch 2.13)
     takes no other place for it.
     """
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -649,6 +648,9 @@ def convert_to_float8(
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replacements[linear])
             converted.append(name)
+    emulated = scaled_by_bytes and detected.target.vendor != "cpu" and not scaled_kernel.scales_in_unit(plan.target)
+    if emulated and replacements:
+        notes["(linears)"] = f"E8M0 scales are emulated: {plan.target} has no matrix instruction that takes them"
     if not converted:
         stayed = "; ".join(f"{name} ({why})" for name, why in left.items())
         raise ValueError(

@@ -112,6 +112,11 @@ class Llama:
         return self.layers * (attention + 3 * self.dim * self.ffn)
 
     @property
+    def routed_matmul_parameters(self) -> int:
+        """Those of them that are of experts that were chosen for a token: none."""
+        return 0
+
+    @property
     def high_precision_matmul_parameters(self) -> int:
         """Weights of the output head, which stays in bf16. The embedding multiplies nothing."""
         return self.vocab * self.dim
@@ -200,6 +205,11 @@ class DeepSeek:
     def block_matmul_parameters(self) -> int:
         """Weights that a token meets in matrix products of the blocks that FP8 recipes convert: its own experts'."""
         return self._block_parameters(self.routing.top_k)
+
+    @property
+    def routed_matmul_parameters(self) -> int:
+        """Those of them that are of experts that were chosen for a token, which not every recipe converts."""
+        return self._block_parameters(self.routing.top_k) - self._block_parameters(0)
 
     @property
     def high_precision_matmul_parameters(self) -> int:

@@ -23,8 +23,8 @@ is the sum over the tokens of its N ranks, what is reduced is the sum over the r
 tokens of all. Whoever averages instead divides by ranks / N where the rest of the model divides by ranks, and the
 gradients of experts come out N times too large, which no loss curve shows (AdamW divides by their size).
 
-Rows of an expert's weight are sharded, not experts, where ranks divide the rows and not the experts: otherwise some
-ranks would hold more than others, or nothing.
+A block that is recomputed exchanges its rows again. Rows of an expert's weight are sharded, not experts, where ranks
+divide the rows and not the experts: otherwise some ranks would hold more than others, or nothing.
 
 **Activation checkpointing.** `full` recomputes a block's forward in its backward pass. `selective` decides op by op:
 attention is kept, and every second of the block's linear GEMMs, in their order; the rest is recomputed. `GEMMS` names

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from fp8stack.linear import RECIPES
 from fp8stack.models import Sizes
+from fp8stack.moe import EXPERT_RECIPES
 
 
 class ImplausibleUtilisation(RuntimeError):
@@ -79,7 +80,8 @@ def flops_a_token(size: Sizes, seq: int, recipe: str, native: bool = True) -> Fl
     fp8 = 0
     if recipe in RECIPES and native:
         row = RECIPES[recipe]
-        fp8 = 2 * sum(gemm is not None for gemm in (row.output, row.grad_input, row.grad_weight)) * blocks
+        converted = blocks - (0 if recipe in EXPERT_RECIPES else size.routed_matmul_parameters)
+        fp8 = 2 * sum(gemm is not None for gemm in (row.output, row.grad_input, row.grad_weight)) * converted
     return Flops(float(6 * (blocks + rest) + size.attention_flops_a_token(seq) - fp8), float(fp8))
 
 

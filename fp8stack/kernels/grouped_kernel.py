@@ -600,9 +600,12 @@ def _list_constexprs(e: int, row: GroupedConfig, target: str, in_rows: bool, ali
     }
 
 
-def _options(row: GroupedConfig, target: str, out_dtype: torch.dtype) -> dict[str, int]:
-    # A float32 tile takes twice the shared memory on its way out, which is that of a stage and a third.
-    stages = row.stages - 1 if out_dtype == torch.float32 and row.stages > 3 else row.stages
+def _options(row: GroupedConfig, target: str, out_dtype: torch.dtype, itemsize: int) -> dict[str, int]:
+    stages = row.stages
+    if out_dtype == torch.float32 and row.tma:
+        # A float32 tile takes twice the shared memory on its way out, at the cost of stages.
+        more = row.block_m * row.block_n * 2 // row.split
+        stages = max(stages - -(-more // ((row.block_m + row.block_n) * row.block_k * itemsize)), 2)
     options = {"num_warps": row.num_warps, "num_stages": stages}
     if target.startswith("gfx9"):
         options["matrix_instr_nonkdim"] = 16
@@ -695,7 +698,7 @@ def launch_grouped(
                 exact=exact,
                 alignment=alignment,
             ),
-            **_options(row, target, out_dtype),
+            **_options(row, target, out_dtype, a.element_size()),
             **LAUNCH_OPTIONS,
         )
     return out.to(out_dtype)
@@ -719,7 +722,7 @@ def compile_specs(arch: str) -> list[CompileSpec]:
             row = launch.config(GROUPED_CONFIGS, name, size_class(in_rows, kind))
             alignment = 1 if kind == "bf16" else groups.MULTIPLE
             specs.append(_compile_spec(name, dtype, row, in_rows, kind, alignment, torch.bfloat16))
-            if in_rows and kind == kinds[0]:
+            if row.tma or (in_rows and kind == kinds[0]):
                 specs.append(_compile_spec(name, dtype, row, in_rows, kind, alignment, torch.float32))
             if not in_rows and kind != "bf16" and row.tma:
                 specs.append(_compile_spec(name, dtype, row, in_rows, kind, row.block_k, torch.bfloat16))
@@ -737,7 +740,7 @@ def _compile_spec(
     out_dtype: torch.dtype,
 ) -> CompileSpec:
     fmt = "bf16" if kind == "bf16" else formats.get(dtype).name
-    options = _options(row, target, out_dtype)
+    options = _options(row, target, out_dtype, dtype.itemsize)
     wide = out_dtype == torch.float32
     name = (
         f"{'rows' if in_rows else 'contraction'}{'-exact' if kind == 'fp8-exact' else ''}{'-float32' if wide else ''}"

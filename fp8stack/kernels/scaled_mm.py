@@ -212,7 +212,7 @@ def _torch(a, b, inverse_scale_a, inverse_scale_b, out_dtype, bias, granularity,
         if out_dtype != torch.bfloat16:
             raise ValueError(
                 f"out_dtype is {out_dtype}; torch's product with a scale for each row gives bfloat16 only; take "
-                "torch.bfloat16, tensor scales, or backend='reference'"
+                "torch.bfloat16, tensor scales, backend='triton' or backend='reference'"
             )
     return torch._scaled_mm(
         a,

@@ -33,7 +33,7 @@ import torch
 
 from fp8stack import device, formats
 from fp8stack._triton import LAUNCH_OPTIONS, CompileSpec, jit, tl
-from fp8stack.kernels import cast, colwise, experts, groups, launch, rowwise
+from fp8stack.kernels import cast, colwise, experts, groups, launch, rowwise, unfused
 
 Codes = tuple[torch.Tensor, torch.Tensor]  # and their inverse scales
 
@@ -359,8 +359,10 @@ def _constexprs(
     ),
 )
 def _quantize_together(rows, columns, weights, offs, fmt, pow2, alignment):
-    which = launch.implementation(offs)
+    which = launch.implementation(offs, chain=True)
     launch.record("quantize_together", which)
+    if which == "unfused":
+        return unfused.together(rows, columns, weights, offs, fmt, pow2, alignment)
     if which == "reference":
         return _quantize_together_parts_reference(rows, columns, weights, offs, fmt, pow2, alignment)
     target = device.detect(offs.device).target.name

@@ -9,12 +9,15 @@ differs is the work: an operator reads and writes everything that the next one r
     transposed                1 more for codes that a GEMM contracts the other way
     groups of columns         the maximum as a scatter; rows to their padded places by index
 
-Nothing is read back to the host, unlike in the references, which are written to be checked and not to be fast: they
-take the groups of columns one by one and cast on integers. A recipe that runs so is what a training stack does without
-kernels of its own. Each chain is the body of its op, so torch.compile, which would fuse some of it, does not see it.
+Recipes of blockwise and mxfp8 have no chain. Nothing is read back to the host, unlike in the references, which are
+written to be checked and not to be fast: they take the groups of columns one by one and cast on integers. A recipe that
+runs so is what a training stack does without kernels of its own. Each chain is the body of its op, so torch.compile,
+which would fuse some of it, does not see it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -93,3 +96,25 @@ def experts_transposed(w: torch.Tensor, fmt: str, pow2: bool) -> tuple[torch.Ten
     """quantize_experts_transposed."""
     codes, inverse_scale = _along(w, formats.get(fmt), 1, pow2)
     return _turned(codes), inverse_scale
+
+
+def together(
+    rows: Sequence[torch.Tensor],
+    columns: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    offs: torch.Tensor,
+    fmt: str,
+    pow2: bool,
+    alignment: int,
+) -> list[torch.Tensor]:
+    """quantize_together: one chain after another."""
+    flat: list[torch.Tensor] = []
+    padded_offs = groups.bounds_reference(offs, 0, alignment)[2]
+    for x in rows:
+        flat += (rowwise if x.dim() == 2 else experts)(x, fmt, pow2)
+    for x in columns:
+        codes, inverse_scale, padded_offs = colwise_grouped(x, offs, fmt, pow2, alignment)
+        flat += codes, inverse_scale
+    for w in weights:
+        flat += experts_transposed(w, fmt, pow2)
+    return [*flat, padded_offs]

@@ -112,8 +112,7 @@ def grouped(sizes: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
 def expected_backend(device: str, fmt: str) -> str:
     """What the table gives for bf16 layers, by hand."""
     if device == "cuda":
-        target = detect(device).target
-        return ("torch" if target.name == "sm_90" else "triton") if target.e4m3 == fmt else "simulated"
+        return "triton" if detect(device).target.e4m3 == fmt else "simulated"
     return "triton" if _triton.INTERPRETING else "reference"
 
 

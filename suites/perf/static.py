@@ -196,6 +196,8 @@ def compile_here(job: Job) -> Answer:
     version = _triton.require("compiling for a rank").__version__
     try:
         return Answer(tuple(_code(machine_code(spec, job.arch)) for spec in launched(job)), None, version)
+    except (ImportError, SyntaxError, NameError):  # of this checkout, not of a configuration
+        raise
     except Exception as error:  # a compiler refuses in its own way each time; the rank goes on without it
         first = (str(error).strip() or "no message").splitlines()[0]
         return Answer((), f"{type(error).__name__}: {first}", version)
@@ -229,7 +231,12 @@ class _Child:
             line = ""
         if not line:
             self._process = None
-            return Answer((), f"{self._python} died with exit code {process.wait()}; its stderr says why", "unknown")
+            if (code := process.wait()) == 1:  # an exception of Python; a compiler that crashes ends by a signal
+                raise RuntimeError(
+                    f"{self._python} ended with an error before it compiled {job.op} for {job.arch}; expected an "
+                    "answer for every configuration; its traceback is above: mend that first"
+                )
+            return Answer((), f"{self._python} died with exit code {code}; its stderr says why", "unknown")
         told = json.loads(line)
         return Answer(tuple(Code(**code) for code in told["codes"]), told["refused"], told["triton"])
 

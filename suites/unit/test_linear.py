@@ -234,6 +234,27 @@ def test_input_errors() -> None:
         model.big(torch.zeros(2, 64, dtype=torch.float64))
 
 
+def test_emulated_scales_are_reported() -> None:
+    """The report says where E8M0 scales are no instruction's business, and nothing of it where they are."""
+    for target, emulated in (("sm_90", True), ("gfx950", False), ("cpu", False)):
+        found = Detected(device.lookup("gfx950"), device.lookup(target), "chosen by the test", target != "gfx950")
+        report = convert_to_float8(nn.Sequential(nn.Linear(32, 16)), "mxfp8", detected=found)
+        words = "(linears): E8M0 scales are emulated: sm_90 has no matrix instruction that takes them"
+        assert (words in str(report)) == emulated, target
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-inference-{name}") for name in RECIPES])
+def test_inference_mode(recipe: str) -> None:
+    """In inference mode, with a leading dimension and without gradients, the output has the bits of training's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32))
+    convert_to_float8(model, recipe, detected=simulated("gfx950"))
+    x = torch.randn(2, 12, 64).bfloat16()
+    expected = model(x)
+    with torch.inference_mode():
+        assert_bits_equal(expected.detach(), model(x), recipe)
+
+
 # --- dtypes and autocast ----------------------------------------------------------------------------------------------
 
 

@@ -257,6 +257,13 @@ def test_a_compiler_that_dies(tmp_path: Path, body: str, expected: list[str | No
     assert all("died with exit code" in str(answer.refused) for answer in answers if answer.refused)
 
 
+def test_an_error_of_the_checkout_refuses_nothing(tmp_path: Path) -> None:
+    """A process that ends by an exception of Python says nothing about a configuration."""
+    job = static.Job("rowwise", (64, 512), "bf16", "e4m3fn", {"rows": 1, "block": 512, "num_warps": 2}, "gfx942")
+    with pytest.raises(RuntimeError, match="before it compiled rowwise for gfx942; expected an answer"):
+        static.compile_all([job], python=_python(tmp_path, "read line; exit 1"))
+
+
 def within(limits: Callable[[Any, device.Arch], bool], arch: str) -> list[str]:
     """The configurations of all ops, at all their shapes, that go past a limit of an arch."""
     row = device.lookup(arch)

@@ -379,6 +379,7 @@ BAD = {
     "data": (["--data", "/dev/null/x"], "--data"),
     "init-from": (["--init-from", "/dev/null/x"], "--init-from"),
     "quantisation": (["--quantisation", "slow"], "quantisation 'slow'"),
+    "unfused-blockwise": (["--recipe", "blockwise", "--quantisation", "unfused"], "--quantisation fused"),
     "balance-rate": (["--balance-rate", "-1"], "--balance-rate"),
     "expert-parallel-dense": (["--expert-parallel", "2"], "has no experts"),
     "expert-parallel-experts": (["--model", "dsv3-tiny", "--expert-parallel", "3"], "does not divide the 8 experts"),

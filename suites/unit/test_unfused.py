@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from fp8stack.config import UNFUSED_RECIPES
 from fp8stack.kernels import launch
 from fp8stack.kernels.colwise import quantize_colwise_grouped, quantize_colwise_grouped_pair
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
 from fp8stack.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_both
+from fp8stack.kernels.together import quantize_together
 from fp8stack.train import TrainConfig, Trainer
 from suites.compare import assert_bits_equal
 
@@ -58,7 +60,21 @@ CALLS: dict[str, Callable[[str, bool], Any]] = {
     "quantize_experts": lambda fmt, pow2: quantize_experts(weights(), fmt, pow2),
     "quantize_experts_transposed": lambda fmt, pow2: quantize_experts_transposed(weights(), fmt, pow2),
     "quantize_experts_both": lambda fmt, pow2: quantize_experts_both(weights(), fmt, pow2),
+    "quantize_together": lambda fmt, pow2: _flat(
+        quantize_together([rows(32), _square()], [rows(), rows(32)], [_square()], OFFS, fmt, pow2)
+    ),
+    "quantize_together-weights": lambda fmt, pow2: _flat(quantize_together([], [], [_square()] * 2, OFFS, fmt, pow2)),
 }
+
+
+def _square() -> torch.Tensor:
+    """(5, 32, 32): an expert a group."""
+    return torch.stack([rows(32, seed)[:32] for seed in range(5)])
+
+
+def _flat(found: Any) -> list[torch.Tensor]:
+    """What quantize_together returns, one tensor after another."""
+    return [t for pair in (*found.rows, *found.columns, *found.weights) for t in pair] + [found.padded_offs]
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"])
@@ -102,7 +118,7 @@ def test_only_inside() -> None:
     assert ran == {"quantize_rowwise": "reference"}
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+@pytest.mark.parametrize("recipe", UNFUSED_RECIPES)
 def test_trainer(recipe: str) -> None:
     """--quantisation unfused trains every layer so, experts too, and to the same bits; it is no other configuration."""
     config = TrainConfig(model="dsv3-tiny", recipe=recipe, steps=2, batch=2, seq=16, device="cpu", layers=2)

@@ -71,6 +71,8 @@ def test_flops_of_dsv3_671b() -> None:
     total = float(6 * 36_624_596_992 + 6 * 61 * 128 * (192 + 128) * 4096)
     assert flops_a_token(size, 4096, "bf16") == Flops(total, 0.0)
     assert flops_a_token(size, 4096, "rowwise") == Flops(total - 6 * blocks, float(6 * blocks))
+    without = blocks - 58 * 8 * 3 * 7168 * 2048  # routed experts stay in bf16 under blockwise
+    assert flops_a_token(size, 4096, "blockwise") == Flops(total - 6 * without, float(6 * without))
 
 
 def test_each_product_against_its_own_peak() -> None:

@@ -453,8 +453,7 @@ def config_name(row: together.TogetherConfig) -> str:
 def _with_config(
     row: together.TogetherConfig, plan: moe.ExpertPlan, given: Quantised, offs: torch.Tensor
 ) -> list[torch.Tensor]:
-    recipe = plan.recipe
-    return together.launch_together(*given, offs, plan.fmt, recipe.pow2, recipe.alignment, row, plan.target)
+    return together.launch_together(*given, offs, plan.fmt, plan.recipe.pow2, plan.alignment, row, plan.target)
 
 
 def time_configs(shape: Shape, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:

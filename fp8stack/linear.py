@@ -439,9 +439,8 @@ class _Float8LinearFunction(torch.autograd.Function):
         elif need_weight:
             casts = of_weight
             tail = -x.shape[0] % ALIGNMENT
-            if (
-                tail and casts.left.granularity != "row"
-            ):  # M is the contraction here; zero rows change neither an amax nor a sum
+            # M is the contraction here; zero rows change neither an amax nor a sum.
+            if tail and casts.left.granularity != "row":
                 x = nn.functional.pad(x, (0, 0, 0, tail))
                 grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan, backward=True)
             grad_weight = _gemm(

@@ -32,7 +32,7 @@ float32 and are rounded afterwards. Not here: the contract and its checks, other
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -600,13 +600,18 @@ def _list_constexprs(e: int, row: GroupedConfig, target: str, in_rows: bool, ali
     }
 
 
-def _options(row: GroupedConfig, target: str, out_dtype: torch.dtype, itemsize: int) -> dict[str, int]:
-    stages = row.stages
-    if out_dtype == torch.float32 and row.tma:
-        # A float32 tile takes twice the shared memory on its way out, at the cost of stages.
-        more = row.block_m * row.block_n * 2 // row.split
-        stages = max(stages - -(-more // ((row.block_m + row.block_n) * row.block_k * itemsize)), 2)
-    options = {"num_warps": row.num_warps, "num_stages": stages}
+def _fitted(row: GroupedConfig, out_dtype: torch.dtype, itemsize: int) -> GroupedConfig:
+    """The row, for operands of itemsize bytes. A float32 tile takes twice the shared memory on its way out: in more
+    parts, and at the cost of stages."""
+    if out_dtype != torch.float32 or not row.tma:
+        return row
+    split = max(row.split, 2)
+    more, a_stage = row.block_m * row.block_n * 2 // split, (row.block_m + row.block_n) * row.block_k * itemsize
+    return replace(row, split=split, stages=max(row.stages - -(-more // a_stage), min(row.stages, 2)))
+
+
+def _options(row: GroupedConfig, target: str) -> dict[str, int]:
+    options = {"num_warps": row.num_warps, "num_stages": row.stages}
     if target.startswith("gfx9"):
         options["matrix_instr_nonkdim"] = 16
     if target.startswith("gfx94"):
@@ -636,6 +641,7 @@ def launch_grouped(
     a (ROWS, DEPTH); b (E, DEPTH, COLUMNS), or (DEPTH, COLUMNS) for groups along the contraction; both FP8 or both bf16,
     none empty. Inverse scales: contiguous, (ROWS,) or (E, ROWS), and (E, COLUMNS), or none. exact: see KINDS.
     """
+    row = _fitted(row, out_dtype, a.itemsize)
     in_rows, e = b.dim() == 3, offs.shape[0]
     (rows, depth), columns = a.shape, b.shape[-1]
     a, a_along, a_pitch = operand(a)
@@ -698,7 +704,7 @@ def launch_grouped(
                 exact=exact,
                 alignment=alignment,
             ),
-            **_options(row, target, out_dtype, a.element_size()),
+            **_options(row, target),
             **LAUNCH_OPTIONS,
         )
     return out.to(out_dtype)
@@ -740,7 +746,8 @@ def _compile_spec(
     out_dtype: torch.dtype,
 ) -> CompileSpec:
     fmt = "bf16" if kind == "bf16" else formats.get(dtype).name
-    options = _options(row, target, out_dtype, dtype.itemsize)
+    row = _fitted(row, out_dtype, dtype.itemsize)
+    options = _options(row, target)
     wide = out_dtype == torch.float32
     name = (
         f"{'rows' if in_rows else 'contraction'}{'-exact' if kind == 'fp8-exact' else ''}{'-float32' if wide else ''}"

@@ -197,7 +197,8 @@ class ExpertPlan:
         if self.recipe.scale_mode is not None:
             return self._counted(self._quantise_mxfp8(rows, columns, weights, offs, self.recipe.scale_mode))
         fits = len(rows) <= MOST_ROWS and len(columns) <= MOST_COLUMNS and len(weights) <= MOST_WEIGHTS
-        fits = fits and len({w.shape for w in weights}) <= 1
+        fits = fits and len({w.shape for w in weights}) <= 1 and len({x.shape[-1] for x in rows}) <= 1
+        fits = fits and all(x.shape[-1] for x in (*rows, *columns, *weights))
         if fits and ONE_LAUNCH.get(self.target, True):
             found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.alignment)
         else:
@@ -225,15 +226,16 @@ class ExpertPlan:
         of_rows, of_columns, of_weights = [], [], []
         padded_offs = torch.zeros_like(offs)
         for x in rows:
-            codes, scales = mxfp8.quantize_mxfp8(x.reshape(-1, x.shape[-1]), self.fmt, mode, dim=1)
-            of_rows.append((codes.view(x.shape), scales.view(*x.shape[:-1], -1)))
+            codes, scales = mxfp8.quantize_mxfp8(x.flatten(0, -2), self.fmt, mode, dim=1)
+            of_rows.append((codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[1])))
         for x in columns:
             padded, padded_offs = padded_groups(x, offs, self.alignment)
             of_columns.append(mxfp8.quantize_mxfp8(padded, self.fmt, mode, dim=0))
         for w in weights:
             e, n, k = w.shape
             codes, scales = mxfp8.quantize_mxfp8(w.reshape(e * n, k), self.fmt, mode, dim=0)
-            of_weights.append((codes.t().view(k, e, n).transpose(0, 1), scales.view(k, e, -1).transpose(0, 1)))
+            scales = scales.view(k, e, n // mxfp8.BLOCK)
+            of_weights.append((codes.t().view(k, e, n).transpose(0, 1), scales.transpose(0, 1)))
         return Together(tuple(of_rows), tuple(of_columns), tuple(of_weights), padded_offs)
 
     def product(
@@ -308,13 +310,15 @@ def _(offs, m, k):
 class _Float8GroupedMM(torch.autograd.Function):
     """x (M,K), offs (E,), weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple.
 
-    training: gradients are recorded. Asked outside: in here they never are, and needs_input_grad does not know.
+    given: x, offs, plan, training and the weights. training: gradients are recorded. Asked outside: in here they never
+    are, and needs_input_grad does not know.
     """
 
+    # One parameter beside ctx: where nothing requires a gradient, dynamo (torch 2.13) leaves out ctx if as many
+    # arguments are given as the signature has names, and with names before *weights two weights are as many.
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, training: bool, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        x, offs, plan, training, *weights = given
         recipe = plan.recipe
         ctx.plan, ctx.dtype = plan, x.dtype
         need_x, need_weights = training and ctx.needs_input_grad[0], training and any(ctx.needs_input_grad[4:])
@@ -403,7 +407,8 @@ class _HighPrecisionGroupedMM(torch.autograd.Function):
     """The twin of _Float8GroupedMM: x (M,K), offs, weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, offs: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:  # one parameter, as there
+        x, offs, *weights = given
         ctx.save_for_backward(x, offs, *weights)
         return tuple(grouped_mm(x, weight.transpose(1, 2), offs) for weight in weights)
 

@@ -648,8 +648,9 @@ def convert_to_float8(
             setattr(model.get_submodule(parent), attribute, replacements[linear])
             converted.append(name)
     emulated = scaled_by_bytes and detected.target.vendor != "cpu" and not scaled_kernel.scales_in_unit(plan.target)
-    if emulated and replacements:
-        notes["(linears)"] = f"E8M0 scales are emulated: {plan.target} has no matrix instruction that takes them"
+    for kind, some in (("(linears)", replacements), ("(experts)", experts)):
+        if emulated and some:
+            notes[kind] = f"E8M0 scales are emulated: {plan.target} has no matrix instruction that takes them"
     if not converted:
         stayed = "; ".join(f"{name} ({why})" for name, why in left.items())
         raise ValueError(

@@ -40,8 +40,9 @@ for 32 elements of each contraction, on OCP archs, where tokens are copied to pa
 way is a launch. Under tensorwise they run rowwise, and convert_to_float8 says so. Weights stay plain parameters w1, w2,
 w3: (E,F,D), (E,D,F), (E,F,D).
 
-Nothing is read back to the host, but for two things: unaligned_groups "refuse" looks at the offsets, and the exchange
-of expert parallelism must know how many rows to receive, once a layer. An expert may have no rows, or all.
+Nothing is read back to the host, but for three things: unaligned_groups "refuse" looks at the offsets; the exchange of
+expert parallelism must know how many rows to receive, once a layer; and wherever a grouped GEMM runs its reference, as
+float32 in high precision does on a GPU too, it reads the offsets. An expert may have no rows, or all.
 
 Precision: router scores, the products of SwiGLU and the sum over a token's experts are wide (linear.py), rounded once.
 Not here: the model around it (models.py), sharding of experts' parameters over the rest of the mesh (parallel.py).
@@ -69,6 +70,7 @@ from fp8stack.kernels.colwise import quantize_colwise_grouped
 from fp8stack.kernels.experts import quantize_experts, quantize_experts_both, quantize_experts_transposed
 from fp8stack.kernels.grouped_gemm import CHECK, grouped_mm, grouped_scaled_mm, preferred_alignment, require_good_offs
 from fp8stack.kernels.grouped_mxfp8 import grouped_mxfp8_mm, padded_groups
+from fp8stack.kernels.groups import bounds_reference, require_offs
 from fp8stack.kernels.rowwise import quantize_rowwise
 from fp8stack.kernels.rowwise_and_colwise import quantize_rowwise_and_colwise
 from fp8stack.kernels.together import (
@@ -197,7 +199,8 @@ class ExpertPlan:
         if self.recipe.scale_mode is not None:
             return self._counted(self._quantise_mxfp8(rows, columns, weights, offs, self.recipe.scale_mode))
         fits = len(rows) <= MOST_ROWS and len(columns) <= MOST_COLUMNS and len(weights) <= MOST_WEIGHTS
-        fits = fits and len({w.shape for w in weights}) <= 1
+        fits = fits and len({w.shape for w in weights}) <= 1 and len({x.shape[-1] for x in rows}) <= 1
+        fits = fits and all(x.shape[-1] for x in (*rows, *columns, *weights))
         if fits and ONE_LAUNCH.get(self.target, True):
             found = quantize_together(rows, columns, weights, offs, self.fmt, self.recipe.pow2, self.alignment)
         else:
@@ -225,15 +228,16 @@ class ExpertPlan:
         of_rows, of_columns, of_weights = [], [], []
         padded_offs = torch.zeros_like(offs)
         for x in rows:
-            codes, scales = mxfp8.quantize_mxfp8(x.reshape(-1, x.shape[-1]), self.fmt, mode, dim=1)
-            of_rows.append((codes.view(x.shape), scales.view(*x.shape[:-1], -1)))
+            codes, scales = mxfp8.quantize_mxfp8(x.flatten(0, -2), self.fmt, mode, dim=1)
+            of_rows.append((codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[1])))
         for x in columns:
             padded, padded_offs = padded_groups(x, offs, self.alignment)
             of_columns.append(mxfp8.quantize_mxfp8(padded, self.fmt, mode, dim=0))
         for w in weights:
             e, n, k = w.shape
             codes, scales = mxfp8.quantize_mxfp8(w.reshape(e * n, k), self.fmt, mode, dim=0)
-            of_weights.append((codes.t().view(k, e, n).transpose(0, 1), scales.view(k, e, -1).transpose(0, 1)))
+            scales = scales.view(k, e, n // mxfp8.BLOCK)
+            of_weights.append((codes.t().view(k, e, n).transpose(0, 1), scales.transpose(0, 1)))
         return Together(tuple(of_rows), tuple(of_columns), tuple(of_weights), padded_offs)
 
     def product(
@@ -296,7 +300,14 @@ class ExpertPlan:
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
 @torch.library.custom_op("fp8stack::refuse_unaligned", mutates_args=(), schema="(Tensor offs, int m, int k) -> Tensor")
 def _refuse_unaligned(offs, m, k):
-    require_good_offs(offs, m, k)
+    require_good_offs(offs, m)
+    ends = offs.tolist()
+    for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if (end - start) % k:
+            raise ValueError(
+                f"group {group} has {end - start} rows along the contraction, not a multiple of {k}; unaligned_groups "
+                "'refuse' takes multiples only; set unaligned_groups='pad'"
+            )
     return offs.clone()
 
 
@@ -308,13 +319,15 @@ def _(offs, m, k):
 class _Float8GroupedMM(torch.autograd.Function):
     """x (M,K), offs (E,), weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple.
 
-    training: gradients are recorded. Asked outside: in here they never are, and needs_input_grad does not know.
+    given: x, offs, plan, training and the weights. training: gradients are recorded. Asked outside: in here they never
+    are, and needs_input_grad does not know.
     """
 
+    # One parameter beside ctx: where nothing requires a gradient, dynamo (torch 2.13) leaves out ctx if as many
+    # arguments are given as the signature has names, and with names before *weights two weights are as many.
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, offs: torch.Tensor, plan: ExpertPlan, training: bool, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        x, offs, plan, training, *weights = given
         recipe = plan.recipe
         ctx.plan, ctx.dtype = plan, x.dtype
         need_x, need_weights = training and ctx.needs_input_grad[0], training and any(ctx.needs_input_grad[4:])
@@ -382,10 +395,10 @@ def fp8_grouped_mm(
     (E,), cumulative ends. Returns (M,N) a weight, in x's dtype; rows past offs[-1] are zero, in gradients too, and the
     gradient of an expert without rows is zero.
 
-    Raises ValueError for shapes, K or N that are no multiples of 16 (mxfp8: of 32), and under unaligned_groups "refuse"
-    for a group that is no multiple; UnsupportedDtype for other dtypes.
+    Raises ValueError for shapes, offs and devices that do not fit, K or N that are no multiples of 16 (mxfp8: of 32),
+    and under unaligned_groups "refuse" for a group that is no multiple; UnsupportedDtype for other dtypes.
     """
-    _require_operands(x, weights, "fp8_grouped_mm")
+    _require_operands(x, weights, offs, "fp8_grouped_mm")
     multiple = plan.recipe.multiple
     for weight in weights:
         for label, size in (("N", weight.shape[1]), ("K", weight.shape[2])):
@@ -403,7 +416,8 @@ class _HighPrecisionGroupedMM(torch.autograd.Function):
     """The twin of _Float8GroupedMM: x (M,K), offs, weights (E,N_i,K), one dtype -> (M,N_i) in it, a tuple."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, offs: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:  # one parameter, as there
+        x, offs, *weights = given
         ctx.save_for_backward(x, offs, *weights)
         return tuple(grouped_mm(x, weight.transpose(1, 2), offs) for weight in weights)
 
@@ -426,11 +440,11 @@ def high_precision_grouped_mm(
     x: torch.Tensor, weights: Sequence[torch.Tensor], offs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """x W^T in groups in x's dtype, as fp8_grouped_mm; N and K multiples of 8."""
-    _require_operands(x, weights, "high_precision_grouped_mm")
+    _require_operands(x, weights, offs, "high_precision_grouped_mm")
     return _HighPrecisionGroupedMM.apply(x, offs, *weights)
 
 
-def _require_operands(x: torch.Tensor, weights: Sequence[torch.Tensor], op: str) -> None:
+def _require_operands(x: torch.Tensor, weights: Sequence[torch.Tensor], offs: torch.Tensor, op: str) -> None:
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise formats.UnsupportedDtype(
             f"{op} cannot take {x.dtype} on {x.device.type}; expected bfloat16 or float32; cast the input"
@@ -440,6 +454,17 @@ def _require_operands(x: torch.Tensor, weights: Sequence[torch.Tensor], op: str)
             raise ValueError(
                 f"x is {x.dtype} of shape {tuple(x.shape)} and a weight {weight.dtype} of shape {tuple(weight.shape)}; "
                 "expected (M, K) and (E, N, K) of one dtype; cast the weight, and flatten leading dimensions of x"
+            )
+        if weight.device != x.device:
+            raise ValueError(
+                f"a weight is on {weight.device} and x on {x.device}; expected one device; move one of them"
+            )
+    require_offs(offs, x, ALIGNMENT)
+    for weight in weights:
+        if weight.shape[0] != offs.shape[0]:
+            raise ValueError(
+                f"a weight has {weight.shape[0]} matrices and offs {offs.shape[0]} ends; expected one end a matrix; "
+                "pass the offs of these experts"
             )
 
 
@@ -470,17 +495,22 @@ class GroupedExperts(Convertible):
     def forward(self, rows_RD: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
         """(R,D) -> (R,D), in the dtype of the rows; offs int32 (E,). Rows past offs[-1] come out as zero.
 
-        Under autocast in its dtype, as a linear of torch.
+        Under autocast in its dtype, as a linear of torch. float16 is computed as float32, as by Float8Linear.
+
+        Raises ValueError for offs or a device that do not fit (those of fp8_grouped_mm), and for experts that were
+        converted for a CPU and run on a GPU, or the other way.
         """
-        rows_RD = rows_RD.to(autocast_dtype(rows_RD))
+        dtype = autocast_dtype(rows_RD)
+        rows_RD = rows_RD.to(dtype).to(torch.float32 if dtype == torch.float16 else dtype)
         w1, w2, w3 = (_held(weight).to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
         if self.plan is None:
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
             (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
         else:
+            _require_target(rows_RD, self.plan.target)
             gate_RF, up_RF = fp8_grouped_mm(rows_RD, (w1, w3), offs_E, self.plan)
             (y_RD,) = fp8_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E, self.plan)
-        return y_RD
+        return y_RD.to(dtype)
 
     def refuses(self, plan: Plan) -> str | None:
         """Experts have no grouped GEMM for every recipe; see Convertible."""
@@ -523,6 +553,17 @@ class GroupedExperts(Convertible):
         experts, ffn, dim = self.w1.shape
         recipe = "high precision" if self.plan is None else f"{self.plan.recipe.name}, {self.plan.fmt.name}"
         return f"experts={experts}, dim={dim}, ffn={ffn}, {recipe}"
+
+
+def _require_target(x: torch.Tensor, target: str) -> None:
+    """Raise ValueError where x is on a CPU and the target is not, or the other way; without data it is neither."""
+    if not target or x.device.type == "meta" or isinstance(x, FakeTensor):
+        return
+    if (x.device.type == "cpu") != (target == "cpu"):
+        raise ValueError(
+            f"experts that were converted for {target} run on {x.device.type}; expected the device of the conversion, "
+            "whose formats and tables they have; move the model before convert_to_float8, or tell it with detected="
+        )
 
 
 def _held(weight: torch.Tensor) -> torch.Tensor:
@@ -686,7 +727,16 @@ def counted(chosen_TK: torch.Tensor, experts: int) -> torch.Tensor:
     -1 stands for nobody, and so does every other number that is no expert's; where FP8STACK_CHECK=1 those raise
     ValueError, which waits.
     """
+    _require_choices(chosen_TK)
     return _counted(_settled_choices(chosen_TK, experts), experts)
+
+
+def _require_choices(chosen_TK: torch.Tensor) -> None:
+    if chosen_TK.dtype != torch.int64 or chosen_TK.dim() != 2:
+        raise ValueError(
+            f"choices are {chosen_TK.dtype} of shape {tuple(chosen_TK.shape)}; expected int64 (T, K), the numbers of K "
+            "experts a token; convert them with .to(torch.int64), and give one choice a token a dimension of its own"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ dispatch and combine
@@ -701,6 +751,7 @@ class Order:
 
 def sort_by_expert(chosen_TK: torch.Tensor, experts: int) -> Order:
     """The order of rows: by expert, then by token; choices of nobody, as in `counted`, last, past the last end."""
+    _require_choices(chosen_TK)
     flat_R = _settled_choices(chosen_TK, experts)
     order_R = flat_R.sort(stable=True).indices
     inverse_R = torch.empty_like(order_R)
@@ -790,10 +841,15 @@ def exchanged_experts(
 
     Rank r holds experts r*E/size up to the next's. Its rows arrive sorted by sender, then expert, and are sorted by
     expert before they are computed. The numbers of rows are exchanged first and read on the host: the one wait. Rows
-    past offs[-1] go nowhere and come out as zero.
+    past offs[-1] go nowhere and come out as zero. Bad ends are clamped, as where nothing is exchanged (groups.py), or
+    raise ValueError where FP8STACK_CHECK=1.
     """
+    require_offs(offs_E, rows_RD, ALIGNMENT)
+    if os.environ.get(CHECK) == "1" and not isinstance(offs_E, FakeTensor):
+        require_good_offs(offs_E, len(rows_RD))
     size = dist.get_world_size(group)
-    counts_E = torch.diff(offs_E, prepend=offs_E.new_zeros(1)).to(torch.int64)
+    starts_E, ends_E, _ = bounds_reference(offs_E, len(rows_RD), 1)
+    counts_E = (ends_E - starts_E).to(torch.int64)
     if len(counts_E) % size:
         raise ValueError(
             f"{len(counts_E)} experts do not divide over {size} ranks; expected a multiple; choose another degree"
@@ -853,7 +909,13 @@ class MoE(nn.Module):
         self.group: dist.ProcessGroup | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., D), in x's dtype."""
+        """(..., D) -> (..., D), in x's dtype. Raises ValueError for another D."""
+        dim = self.router.weight.shape[1]
+        if x.shape[-1:] != (dim,):
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}; expected (..., {dim}), the model width of this layer; check the "
+                "layer before it"
+            )
         x_TD = x.reshape(-1, x.shape[-1])
         chosen_TK, weights_TK = self.router(x_TD)
         order = sort_by_expert(chosen_TK, self.router.routing.experts)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from fp8stack.moe import (
     combine,
     counted,
     dispatch,
+    exchanged_experts,
     sort_by_expert,
 )
 from suites.compare import assert_bits_equal
@@ -253,6 +255,33 @@ def test_layer_against_a_loop(routing: Routing, shared: int) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(torch.tensor([0, 7]), id="moe-choices-flat"),
+        pytest.param(torch.tensor([[0, 7]], dtype=torch.int32), id="moe-choices-int32"),
+    ],
+)
+def test_refused_choices(chosen: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices of another shape or dtype are named, whether their numbers are checked or not."""
+    for check in ("0", "1"):
+        monkeypatch.setenv(CHECK, check)
+        for call in (counted, sort_by_expert):
+            with pytest.raises(
+                ValueError, match=r"^choices are torch.int\d+ of shape .*; expected int64 \(T, K\), .*; "
+            ):
+                call(chosen, 8)
+
+
+def test_refused_width() -> None:
+    """A layer names the width that it takes, also where its input has no dimension at all."""
+    for x in (normal(5, 32), torch.zeros(())):
+        with pytest.raises(
+            ValueError, match=r"^input has shape .*; expected \(\.\.\., 64\), .*; check the layer before"
+        ):
+            layer()(x)
+
+
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +323,24 @@ def test_experts_take_the_dtype_of_autocast(recipe: str) -> None:
     y.square().sum().backward()
     assert given.grad.dtype == torch.float32
     assert bool(given.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-half-{recipe}") for recipe in ("none", "rowwise")])
+def test_half_experts(recipe: str) -> None:
+    """float16 rows, or autocast to it, are computed as float32 ones of their values, and answered in float16."""
+    experts = filled(GroupedExperts(3, 64, 48))
+    if recipe != "none":
+        convert_to_float8(nn.Sequential(experts), recipe, detected=simulated("gfx942"))
+    x, offs = normal(16, 64, dtype=torch.float16).requires_grad_(), torch.tensor([3, 3, 14], dtype=torch.int32)
+    expected = experts(x.detach().float(), offs).half()
+    y = experts(x, offs)
+    assert_bits_equal(expected, y, "experts")
+    y.float().square().sum().backward()
+    assert x.grad.dtype == torch.float16
+    assert bool(x.grad.isfinite().all())
+    assert int(torch.count_nonzero(x.grad)) > 0
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert_bits_equal(expected, experts(x.detach().float(), offs), "experts under autocast")
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
@@ -382,6 +429,103 @@ def test_mxfp8_experts() -> None:
         experts.keep(alignment=16)
     with pytest.raises(ValueError, match="N is 48; FP8 GEMMs need a multiple of 32"):
         moe.fp8_grouped_mm(x, (normal(3, 48, 64),), offs, experts.plan)
+
+
+EMPTY = (
+    pytest.param((0, 2, 64, 32), id="moe-empty-rows"),
+    pytest.param((5, 2, 0, 32), id="moe-empty-n"),
+    pytest.param((5, 2, 32, 0), id="moe-empty-k"),
+)
+
+
+@pytest.mark.parametrize("sizes", EMPTY)
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_nothing_to_multiply(recipe: str, sizes: tuple[int, int, int, int]) -> None:
+    """No rows, or weights without rows or columns: outputs of the right shape and gradients that are exactly zero."""
+    m, e, n, k = sizes
+    plan = moe.ExpertPlan(EXPERT_RECIPES[recipe], moe.formats.get("e4m3fn"))
+    x, w = normal(m, k).requires_grad_(), normal(e, n, k).requires_grad_()
+    (y,) = moe.fp8_grouped_mm(x, (w,), torch.tensor([m // 2, m], dtype=torch.int32), plan)
+    assert y.shape == (m, n)
+    assert int(torch.count_nonzero(y)) == 0
+    y.sum().backward()
+    for given in (x, w):
+        assert given.grad.shape == given.shape
+        assert int(torch.count_nonzero(given.grad)) == 0
+
+
+@pytest.mark.parametrize("saved_weight", ["codes", "weight"])
+def test_weights_of_two_widths(saved_weight: str) -> None:
+    """Weights of different N share one input: what the forward pass takes, the backward pass takes, with its bits."""
+    plan = moe.ExpertPlan(replace(EXPERT_RECIPES["rowwise"], saved_weight=saved_weight), moe.formats.get("e4m3fn"))
+    x, weights = normal(12, 64), [normal(2, 32, 64, seed=2), normal(2, 48, 64, seed=3)]
+    offs = torch.tensor([5, 12], dtype=torch.int32)
+    found = []
+    for call in (weights, *([weight] for weight in weights)):
+        given, leaves = x.clone().requires_grad_(), [weight.clone().requires_grad_() for weight in call]
+        sum(y.float().square().sum() for y in moe.fp8_grouped_mm(given, leaves, offs, plan)).backward()
+        found.append((given.grad, [leaf.grad for leaf in leaves]))
+    (both, of_weights), *each = found
+    assert_bits_equal(both, each[0][0] + each[1][0], "gradient of x")
+    for one, other in zip(of_weights, (gradient for _, (gradient,) in each), strict=True):
+        assert_bits_equal(one, other, "gradient of a weight")
+
+
+def ends_of(*ends: int) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("offs", "change", "words"),
+    [
+        pytest.param(ends_of(2, 5)[None], {}, r"^offs is torch.int32 of shape \(1, 2\)", id="moe-offs-matrix"),
+        pytest.param(ends_of(5)[0], {}, r"^offs is torch.int32 of shape \(\)", id="moe-offs-number"),
+        pytest.param(ends_of(), {}, r"expected int32 \(E,\), E >= 1", id="moe-offs-empty"),
+        pytest.param(ends_of(2, 5).long(), {}, r"^offs is torch.int64", id="moe-offs-int64"),
+        pytest.param(
+            ends_of(2, 4, 5), {}, r"^a weight has 2 matrices and offs 3 ends; .*; pass", id="moe-offs-experts"
+        ),
+        pytest.param(ends_of(2, 5), {"x": "meta"}, r"^a weight is on cpu and x on meta; .*; move", id="moe-meta-x"),
+        pytest.param(
+            ends_of(2, 5), {"w": "meta"}, r"^a weight is on meta and x on cpu; .*; move", id="moe-meta-weight"
+        ),
+        pytest.param(ends_of(2, 5), {"x": "meta", "w": "meta"}, r"on cpu; expected .* on meta", id="moe-meta-both"),
+    ],
+)
+def test_refused_operands(offs: torch.Tensor, change: dict[str, str], words: str) -> None:
+    """What does not fit is named before anything is quantised, alike in every recipe and in high precision."""
+    x, w = normal(5, 64).to(change.get("x", "cpu")), normal(2, 32, 64).to(change.get("w", "cpu"))
+    calls: list[Callable[[], object]] = [lambda: moe.high_precision_grouped_mm(x, (w,), offs)]
+    for recipe in ("rowwise", "mxfp8"):
+        plan = moe.ExpertPlan(EXPERT_RECIPES[recipe], moe.formats.get("e4m3fn"))
+        calls.append(lambda plan=plan: moe.fp8_grouped_mm(x, (w,), offs, plan))
+    for call in calls:
+        with launch.recording() as ran, pytest.raises(ValueError, match=words) as caught:
+            call()
+        assert str(caught.value).count("; ") == 2
+        assert not ran
+
+
+def test_experts_on_another_device() -> None:
+    """Experts that were converted for a GPU say so on a CPU, once they have data: tables and formats are the GPU's."""
+    experts = filled(GroupedExperts(2, 64, 48))
+    detected = replace(simulated("gfx942"), target=device.lookup("gfx942"))
+    convert_to_float8(nn.Sequential(experts), "rowwise", detected=detected)
+    with pytest.raises(
+        ValueError, match=r"^experts that were converted for gfx942 run on cpu; .*; move the model before"
+    ):
+        experts(normal(5, 64), ends_of(2, 5))
+    assert experts.to("meta")(normal(5, 64).to("meta"), ends_of(2, 5).to("meta")).shape == (5, 64)
+
+
+def test_emulated_experts() -> None:
+    """Experts whose E8M0 scales no instruction of the target takes are reported, linears beside them or not."""
+    detected = replace(simulated("sm_90"), target=device.lookup("sm_90"))
+    note = "E8M0 scales are emulated: sm_90 has no matrix instruction that takes them"
+    for shared, kinds in ((0, ["(experts)"]), (1, ["(linears)", "(experts)"])):
+        model = nn.ModuleDict({"ffn": MoE(64, 96, SOFTMAX, shared)})
+        report = convert_to_float8(model, "mxfp8", detected=detected)
+        assert report.notes == dict.fromkeys(kinds, note)
 
 
 def test_state_dict_is_plain() -> None:
@@ -512,7 +656,10 @@ def test_refuse_unaligned_groups() -> None:
     padded = experts(x, torch.tensor([16, 16, 48], dtype=torch.int32))
     experts.keep(unaligned_groups="refuse")
     assert_bits_equal(padded, experts(x, torch.tensor([16, 16, 48], dtype=torch.int32)), "aligned groups")
-    with pytest.raises(ValueError, match=r"group 1 has 20 rows along the contraction, not a multiple of 16"):
+    with pytest.raises(
+        ValueError,
+        match=r"group 1 has 20 rows along the contraction, not a multiple of 16; .*; set unaligned_groups='pad'",
+    ):
         experts(x, torch.tensor([16, 36, 48], dtype=torch.int32))
 
 
@@ -700,6 +847,35 @@ def test_one_graph_for_many_routings() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=f"moe-frozen-{recipe}") for recipe in ("none", "rowwise")])
+def test_one_graph_without_gradients(recipe: str) -> None:
+    """Experts compile to one graph where nothing requires a gradient, with eager bits, for any number of weights."""
+    torch._dynamo.reset()
+    experts, offs, x = filled(GroupedExperts(2, 64, 48)), torch.tensor([2, 5], dtype=torch.int32), normal(5, 64)
+    plan = None
+    if recipe != "none":
+        convert_to_float8(nn.Sequential(experts), recipe, detected=simulated("cpu"))
+        plan = experts.plan
+
+    def products(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights = (experts.w1.bfloat16(), experts.w3.bfloat16(), experts.w1.bfloat16())
+        found = [experts(x, offs)]
+        for count in (1, 2, 3):
+            if plan is None:
+                found += moe.high_precision_grouped_mm(x, weights[:count], offs)
+            else:
+                found += moe.fp8_grouped_mm(x, weights[:count], offs, plan)
+        return tuple(found)
+
+    compiled = torch.compile(products, fullgraph=True, dynamic=False, backend="aot_eager")
+    with torch.no_grad():
+        pairs = list(zip(products(x, offs), compiled(x, offs), strict=True))
+    experts.requires_grad_(False)
+    pairs += zip(products(x, offs), compiled(x, offs), strict=True)
+    for one, other in pairs:
+        assert_bits_equal(one, other, "without gradients")
+
+
 # --- expert parallelism -----------------------------------------------------------------------------------------------
 
 
@@ -831,6 +1007,26 @@ def test_expert_parallel(ranks: list[dict[tuple[str, bool], Any]]) -> None:
             assert float(both[0][name].norm()) == pytest.approx(norm, rel=NORM), f"{recipe}: norm of {name}"
             apart = float((both[0][name] - expected[name]).norm()) / norm
             assert apart <= DISTANCE, f"{recipe}: {name} is {apart:.4f} of its norm apart"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_exchange_of_bad_ends(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends that decrease or leave the rows are clamped as where nothing is exchanged; checked, they raise."""
+    monkeypatch.delenv(CHECK, raising=False)
+    experts, x = filled(GroupedExperts(4, 64, 48)), normal(12, 64)
+    for ends in ((3, 5, 5, 10), (5, 3, 7, 10), (-2, 5, 20, 12)):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        assert_bits_equal(experts(x, offs), exchanged_experts(x, offs, experts, alone), f"ends {ends}")
+    monkeypatch.setenv(CHECK, "1")
+    with pytest.raises(ValueError, match="group 1 ends at 3, but the group before it ends at 5"):
+        exchanged_experts(x, torch.tensor([5, 3, 7, 10], dtype=torch.int32), experts, alone)
 
 
 def test_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from fp8stack.kernels.scaled_mm import scaled_mm
 from fp8stack.linear import RECIPES, Float8Linear, Linear, convert_to_float8
 from fp8stack.metrics import CodeCounter
 from fp8stack.models import HIGH_PRECISION, MODELS, Transformer
+from fp8stack.moe import EXPERT_RECIPES, GroupedExperts
 from suites.compare import assert_bits_equal
 
 
@@ -364,3 +365,66 @@ def test_filter_is_a_sequence_of_names() -> None:
     """A text would be read letter by letter: refused, with the way out."""
     with pytest.raises(ValueError, match=r"pass \('output',\)"):
         convert_to_float8(nn.Sequential(nn.Linear(32, 32)), "rowwise", "output", detected=simulated("cpu"))
+
+
+# --- replaced recipes, second conversions, what stays -----------------------------------------------------------------
+
+
+def experts() -> GroupedExperts:
+    """Two experts with weights from a seed."""
+    found = GroupedExperts(2, 64, 32)
+    generator = torch.Generator().manual_seed(0)
+    for weight in found.parameters():
+        nn.init.normal_(weight, generator=generator)
+    return found
+
+
+OFFS = torch.tensor([5, 16], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "taken"),
+    [
+        pytest.param("rowwise", {"fast_accum": False}, {"fast_accum": False}, id="linear-experts-fast-accum"),
+        pytest.param(
+            "rowwise", {"fast_accum_gradients": True}, {"fast_accum_gradients": True}, id="linear-experts-gradients"
+        ),
+        pytest.param("rowwise", {"pow2": False}, {"pow2": False}, id="linear-experts-pow2"),
+        pytest.param("tensorwise", {"pow2": True}, {"pow2": True}, id="linear-experts-pow2-tensorwise"),
+        pytest.param("rowwise", {"grad_weight": None}, {"grad_weight": False}, id="linear-experts-gw-hp"),
+        pytest.param("mxfp8", {"grad_weight": None}, {"grad_weight": False}, id="linear-experts-gw-hp-mxfp8"),
+        pytest.param(
+            "rowwise_with_gw_hp",
+            {"grad_weight": RECIPES["rowwise"].grad_weight},
+            {"grad_weight": True},
+            id="linear-experts-gw-fp8",
+        ),
+        pytest.param("mxfp8", {"scale_mode": "floor"}, {"scale_mode": "floor"}, id="linear-experts-scale-mode"),
+        pytest.param("rowwise", {"scale_mode": "floor"}, {}, id="linear-experts-no-scale-mode"),
+    ],
+)
+def test_experts_take_replaced_fields(name: str, fields: dict[str, object], taken: dict[str, object]) -> None:
+    """Experts run the recipe that was asked for, replaced fields included, and train with it."""
+    model = nn.Sequential(experts())
+    report = convert_to_float8(model, replace(RECIPES[name], **fields), detected=simulated("cpu"))
+    assert report.converted == ("0",)
+    assert model[0].plan.recipe == replace(EXPERT_RECIPES[name], **taken)
+    model[0](torch.randn(16, 64, requires_grad=True), OFFS).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"output": RECIPES["blockwise"].output}, id="linear-experts-other-output"),
+        pytest.param({"grad_input": RECIPES["tensorwise"].grad_input}, id="linear-experts-other-grad-input"),
+        pytest.param({"grad_weight": RECIPES["mxfp8"].grad_weight}, id="linear-experts-other-grad-weight"),
+    ],
+)
+def test_experts_refuse_other_casts(fields: dict[str, object]) -> None:
+    """A cast that no grouped GEMM has leaves experts as they are, and the report names the GEMM."""
+    model = nn.ModuleDict({"experts": experts(), "linear": nn.Linear(64, 64)})
+    report = convert_to_float8(model, replace(RECIPES["rowwise"], **fields), detected=simulated("cpu"))
+    assert report.converted == ("linear",)
+    assert report.left == {"experts": f"experts run the casts of rowwise alone, and {next(iter(fields))} has others"}
+    assert model["experts"].plan is None

@@ -504,6 +504,10 @@ class Float8Linear(nn.Module):
         y = _Float8LinearFunction.apply(rows, weight, bias, self.plan).to(dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
+    def runs(self) -> str:
+        """The name of its recipe; as Convertible."""
+        return self.plan.recipe.name
+
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return (
@@ -516,6 +520,10 @@ class Float8Linear(nn.Module):
 class Convertible(nn.Module):
     """A module that is no linear and can run in FP8 itself, such as the experts of moe.py."""
 
+    def runs(self) -> str | None:
+        """The recipe that this module runs in FP8 already, by name, or None."""
+        raise NotImplementedError
+
     def refuses(self, plan: Plan) -> str | None:
         """Why this module stays in high precision under the plan, or None."""
         raise NotImplementedError
@@ -527,7 +535,7 @@ class Convertible(nn.Module):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert_to_float8` did. `left` maps the name of each module that stayed to the reason.
+    """What `convert_to_float8` did. `left` maps the name of each module that stayed as it was to the reason.
 
     `experts` are those of `converted` that are no linears; `notes` maps what runs otherwise than the recipe's name says
     to how.
@@ -547,13 +555,41 @@ class Conversion:
         what += f" and the experts of {len(self.experts)} layers" if self.experts else ""
         lines = [f"{what} run in FP8 ({self.recipe}, {self.e4m3}/{self.e5m2}: {self.reason})"]
         lines += [f"  {name}: {note}" for name, note in self.notes.items()]
-        lines += [f"  left in high precision: {name} ({why})" for name, why in self.left.items()]
+        lines += [f"  left as it was: {name} ({why})" for name, why in self.left.items()]
         return "\n".join(lines)
 
 
 def _matches(name: str, entry: str) -> bool:
     """Whether `entry` is a run of whole dotted components of `name`: 'attention.wk' of 'layers.0.attention.wk'."""
     return f".{entry}." in f".{name}."
+
+
+# What of a linear the FP8 one would not have: a hook of these kinds, or a `forward` of its own.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _stays(name: str, linear: nn.Linear) -> str | None:
+    """Why this linear is not replaced, or None."""
+    sizes = (("N", linear.out_features), ("K", linear.in_features))
+    odd = [f"{label} = {size}" for label, size in sizes if size % ALIGNMENT]
+    if type(linear) not in (nn.Linear, Linear):
+        return f"{type(linear).__name__} is a linear of its own kind, which a plain FP8 linear would not be"
+    if any(getattr(linear, hooks) for hooks in _HOOKS):
+        return "it has hooks, which would not run; register them after the conversion"
+    if "forward" in vars(linear):
+        return "its forward was replaced, which would not run; replace it after the conversion"
+    if odd:
+        return f"{' and '.join(odd)} not a multiple of {ALIGNMENT}"
+    return None if name else "the model itself is this linear; wrap it in a module"
 
 
 def convert_to_float8(
@@ -566,12 +602,14 @@ def convert_to_float8(
 ) -> Conversion:
     """Replace the `nn.Linear`s of `model`, in place, by `Float8Linear`s that own the same parameters.
 
-    Experts (moe.py) and other Convertibles stay the modules they are and run in FP8 from then on.
+    Experts (moe.py) and other Convertibles stay the modules they are and run in FP8 from then on. What runs in FP8
+    already stays as it is, whatever recipe it has.
 
     Args:
         model: any module; its own root may not be the linear to replace.
         recipe: a key of `RECIPES`, or one of its rows with fields replaced, such as fast_accum_gradients.
-        filter: names of modules to leave alone, whole dotted components each ('output', 'layers.0', 'attention.wk').
+        filter: names of modules to leave alone, whole dotted components each ('output', 'layers.0', 'attention.wk');
+            a module that stands in several places, in all of them.
         detected: the answer of `device.detect()`; asked for the device of the first parameter when absent.
         counter: where saturated and NaN codes are counted; absent, nothing is counted.
 
@@ -588,7 +626,7 @@ def convert_to_float8(
         raise ValueError(f"filter is the text '{filter}'; expected a sequence of names; pass ('{filter}',)")
     # Every name of a module that stands in several places: replacing one of them would leave the others as they are.
     named = model.named_modules(remove_duplicate=False)
-    linears = {name: module for name, module in named if isinstance(module, nn.Linear | Convertible)}
+    linears = {name: module for name, module in named if isinstance(module, nn.Linear | Float8Linear | Convertible)}
     for entry in filter:
         if not any(_matches(name, entry) for name in linears):
             raise ValueError(
@@ -613,34 +651,29 @@ def convert_to_float8(
     experts: list[str] = []
     notes: dict[str, str] = {}
     replacements: dict[nn.Linear, Float8Linear] = {}
+    # A module that stands in several places stays in all of them where one of its names is filtered.
+    filtered = {
+        module: f"filter '{entry}'"
+        for entry in reversed(tuple(filter))
+        for name, module in linears.items()
+        if _matches(name, entry)
+    }
+    in_fp8 = {module: module.runs() for module in linears.values() if isinstance(module, Float8Linear | Convertible)}
     for name, linear in linears.items():
-        entry = next((entry for entry in filter if _matches(name, entry)), None)
-        if isinstance(linear, Convertible):
-            why = f"filter '{entry}'" if entry is not None else linear.refuses(plan)
-            if why is not None:
-                left[name] = why
-                continue
+        running = in_fp8.get(linear)
+        why = filtered.get(linear) if running is None else f"already FP8, recipe {running}"
+        if why is None and isinstance(linear, Convertible):
+            why = linear.refuses(plan)
+        elif why is None and isinstance(linear, nn.Linear):
+            why = _stays(name, linear)
+        if why is not None:
+            left[name or "(root)"] = why
+        elif isinstance(linear, Convertible):
             note = linear.to_float8(plan)
             notes |= {} if note is None else {name: note}
             converted.append(name)
             experts.append(name)
-            continue
-        odd = [
-            f"{label} = {size}"
-            for label, size in (("N", linear.out_features), ("K", linear.in_features))
-            if size % ALIGNMENT
-        ]
-        if entry is not None:
-            left[name] = f"filter '{entry}'"
-        elif type(linear) not in (nn.Linear, Linear):
-            left[name] = f"{type(linear).__name__} is a linear of its own kind, which a plain FP8 linear would not be"
-        elif linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
-            left[name] = "it has hooks, which would not run; register them after the conversion"
-        elif odd:
-            left[name] = f"{' and '.join(odd)} not a multiple of {ALIGNMENT}"
-        elif not name:
-            left["(root)"] = "the model itself is this linear; wrap it in a module"
-        else:
+        elif isinstance(linear, nn.Linear):
             if linear not in replacements:
                 replacements[linear] = Float8Linear(linear.weight, linear.bias, plan)
                 replacements[linear].train(linear.training)
@@ -653,8 +686,8 @@ def convert_to_float8(
     if not converted:
         stayed = "; ".join(f"{name} ({why})" for name, why in left.items())
         raise ValueError(
-            f"recipe '{chosen.name}' converted nothing; expected at least one linear with N and K multiples of "
-            f"{ALIGNMENT}; left: {stayed or 'the model has no linear'}"
+            f"recipe '{chosen.name}' converted nothing; expected at least one linear in high precision with N and K "
+            f"multiples of {ALIGNMENT}; left: {stayed or 'the model has no linear'}"
         )
     return Conversion(
         chosen.name, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left, tuple(experts), notes

@@ -509,6 +509,10 @@ class GroupedExperts(Convertible):
             (y_RD,) = fp8_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E, self.plan)
         return y_RD
 
+    def runs(self) -> str | None:
+        """The name of the recipe that it runs; see Convertible."""
+        return None if self.plan is None else self.plan.recipe.name
+
     def refuses(self, plan: Plan) -> str | None:
         """Experts have no grouped GEMM for every recipe; see Convertible."""
         recipe = _as_asked(plan.recipe)

@@ -13,6 +13,7 @@ from fp8stack import device
 from fp8stack.device import Detected
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels.scaled_mm import scaled_mm
+from fp8stack.kernels.tensorwise import quantize_tensorwise
 from fp8stack.linear import RECIPES, Float8Linear, Linear, convert_to_float8
 from fp8stack.metrics import CodeCounter
 from fp8stack.models import HIGH_PRECISION, MODELS, Transformer
@@ -428,3 +429,61 @@ def test_experts_refuse_other_casts(fields: dict[str, object]) -> None:
     assert report.converted == ("linear",)
     assert report.left == {"experts": f"experts run the casts of rowwise alone, and {next(iter(fields))} has others"}
     assert model["experts"].plan is None
+
+
+def test_what_runs_in_fp8_stays() -> None:
+    """A second conversion changes nothing that runs in FP8, says so, and converts the rest; a filter may name it."""
+    model = nn.ModuleDict({"experts": experts(), "linear": nn.Linear(64, 64), "late": nn.Linear(64, 64)})
+    convert_to_float8(model, "rowwise", filter=("late",), detected=simulated("cpu"))
+    model["experts"].keep(saved_weight="codes")
+    linear, plan = model["linear"], model["experts"].plan
+    report = convert_to_float8(model, "mxfp8", filter=("linear",), detected=simulated("cpu"))
+    assert report.converted == ("late",)
+    assert report.left == dict.fromkeys(("experts", "linear"), "already FP8, recipe rowwise")
+    assert model["linear"] is linear
+    assert model["experts"].plan is plan
+    assert "in high precision" not in str(report)
+    with pytest.raises(ValueError, match=r"converted nothing; .*linear \(already FP8, recipe rowwise\)"):
+        convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+
+
+def test_filter_wins_at_every_name_of_a_module() -> None:
+    """A module with two names, one of them filtered, stays under both: the report says so of both."""
+    shared, linear = experts(), nn.Linear(64, 64)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": linear, "d": linear, "e": nn.Linear(64, 64)})
+    report = convert_to_float8(model, "rowwise", filter=("b", "d"), detected=simulated("cpu"))
+    assert report.converted == ("e",)
+    assert report.left == {"a": "filter 'b'", "b": "filter 'b'", "c": "filter 'd'", "d": "filter 'd'"}
+    assert shared.plan is None
+    assert model["c"] is model["d"] is linear
+
+
+HOOKS = {
+    "forward": lambda linear: linear.register_forward_hook(lambda *_: None),
+    "forward-pre": lambda linear: linear.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda linear: linear.register_full_backward_hook(lambda *_: None),
+    "backward-pre": lambda linear: linear.register_full_backward_pre_hook(lambda *_: None),
+    "state-dict": lambda linear: linear.register_state_dict_post_hook(lambda *_: None),
+    "state-dict-pre": lambda linear: linear.register_state_dict_pre_hook(lambda *_: None),
+    "load-pre": lambda linear: linear.register_load_state_dict_pre_hook(lambda *_: None),
+    "load-post": lambda linear: linear.register_load_state_dict_post_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=f"linear-hook-{kind}") for kind in HOOKS])
+def test_hooked_linears_stay(kind: str) -> None:
+    """A linear with a hook of any kind stays, with the reason: the FP8 one would not run it."""
+    model = nn.ModuleDict({"hooked": nn.Linear(32, 32), "plain": nn.Linear(32, 32)})
+    HOOKS[kind](model["hooked"])
+    report = convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    assert report.converted == ("plain",)
+    assert "hooks" in report.left["hooked"]
+
+
+def test_linear_with_a_forward_of_its_own_stays() -> None:
+    """A `forward` that was set on the instance is no plain linear's."""
+    model = nn.ModuleDict({"own": nn.Linear(32, 32), "plain": nn.Linear(32, 32)})
+    model["own"].forward = lambda x: x
+    report = convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    assert report.converted == ("plain",)
+    assert report.left["own"].startswith("its forward was replaced")

@@ -378,7 +378,8 @@ def _gemm(
     if inverse_a.ndim != inverse_b.ndim:
         inverse_a = inverse_a.expand(a.shape[0]).contiguous()
         inverse_b = inverse_b.expand(b.shape[0]).contiguous()
-    if out_dtype == torch.float32 and choose_backend(a, b.t()) == "torch":
+    # The meta device has no backend; the shapes and the dtype are the same by each.
+    if out_dtype == torch.float32 and a.device.type != "meta" and choose_backend(a, b.t()) == "torch":
         inner = torch.bfloat16 if inverse_a.ndim else torch.float32
         y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum).to(out_dtype)
         return y if bias is None else y + bias
@@ -484,8 +485,16 @@ class Float8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) bf16, fp16 or fp32, any strides -> (..., N) in x's dtype; under autocast in its dtype.
 
-        Raises ValueError for another K, UnsupportedDtype for another dtype.
+        Raises ValueError for another K, and for parameters on another device; UnsupportedDtype for another dtype.
         """
+        if not x.dim():
+            raise ValueError(f"input is a single number; expected (..., {self.in_features}); check the layer before it")
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is not None and parameter.device != x.device:
+                raise ValueError(
+                    f"input is on {x.device} and the {name} on {parameter.device}; expected one device; move the input "
+                    "there, or the layer (one on meta by to_empty, then fill it)"
+                )
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"input has {x.shape[-1]} features in its last dimension; this layer takes {self.in_features}; "
@@ -619,7 +628,7 @@ def convert_to_float8(
     Raises:
         ValueError: unknown recipe; a filter name that matches no linear; nothing left to convert.
         UnsupportedDtype: the recipe needs formats that the arch does not speak.
-        UnknownArch: the device, or FP8STACK_ARCH, has no row of formats.
+        UnknownArch: the device, or FP8STACK_ARCH, has no row of formats; a model on meta without detected.
     """
     chosen = recipe_named(recipe) if isinstance(recipe, str) else recipe
     if isinstance(filter, str):
@@ -635,6 +644,11 @@ def convert_to_float8(
             )
     if detected is None:
         first = next(model.parameters(), None)
+        if first is not None and first.device.type == "meta":
+            raise devices.UnknownArch(
+                "the model is on the meta device, which has no arch; expected the answer for the device that it will "
+                "run on; pass detected=device.detect(), or convert after to_empty"
+            )
         detected = devices.detect(first.device if first is not None else None)
     plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter, detected.target.name)
     scaled_by_bytes = {plan.format_of(cast).name for cast in chosen.casts() if cast.granularity == "1x32"}

@@ -487,3 +487,38 @@ def test_linear_with_a_forward_of_its_own_stays() -> None:
     report = convert_to_float8(model, "rowwise", detected=simulated("cpu"))
     assert report.converted == ("plain",)
     assert report.left["own"].startswith("its forward was replaced")
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_devices_that_differ() -> None:
+    """A weight or a bias elsewhere than the input is refused by name; on meta it would be multiplied as garbage."""
+    for name in ("weight", "bias"):
+        model = nn.Sequential(nn.Linear(32, 16))
+        convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+        setattr(model[0], name, nn.Parameter(getattr(model[0], name).to("meta")))
+        with pytest.raises(ValueError, match=f"input is on cpu and the {name} on meta; expected one device; move"):
+            model(torch.ones(16, 32))
+
+
+def test_meta_model_asks_for_detected() -> None:
+    """A meta device has no arch: the error says how to name one."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 16))
+    with pytest.raises(device.UnknownArch, match=r"on the meta device, .*; expected .*; pass detected="):
+        convert_to_float8(model, "rowwise")
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-meta-{name}") for name in RECIPES])
+def test_meta_layer(recipe: str) -> None:
+    """A layer on meta has the shapes and dtypes of its output and gradients, in bf16 and in float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(32, 16))
+            x = torch.empty(24, 32, dtype=dtype, requires_grad=True)
+        convert_to_float8(model, recipe, detected=simulated("cpu"))
+        y = model(x)
+        y.sum().backward()
+        assert (y.device.type, y.dtype, tuple(y.shape)) == ("meta", dtype, (24, 16))
+        assert (x.grad.shape, model[0].weight.grad.shape) == (x.shape, model[0].weight.shape)

@@ -298,19 +298,19 @@ class _Operand:
     def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
         """Row-major codes (rows, contraction), contracting dimension `dim` of x, and their inverse scales.
 
-        The scales: (rows,) or (); of blocks (rows, blocks) or (blocks, blocks), as the quantisers write them. A cast of
-        rows that contracts dimension 0 appends zero codes up to a multiple of ALIGNMENT.
+        The scales: (rows,) or (); of blocks (rows, blocks) or (blocks, blocks), as the quantisers write them.
+        Contracting dimension 0 appends zero codes up to a multiple of ALIGNMENT, which change neither an amax nor a
+        sum.
         """
         fmt, recipe = self.plan.format_of(cast), self.plan.recipe
-        rows = self.x if dim == 1 else self.x.t()
         if cast.granularity == "tensor":
             return self._of_tensor(dim, cast, fmt)
         if cast.granularity == "row":
             codes, inverse_scale = self._of_rows(cast, fmt) if dim == 1 else self._turned(cast, fmt)
         elif cast.granularity == "1x32":
-            codes, inverse_scale = quantize_mxfp8(rows, fmt, recipe.scale_mode)
+            codes, inverse_scale = quantize_mxfp8(self._along(dim), fmt, recipe.scale_mode)
         else:
-            codes, inverse_scale = quantize_blockwise(rows, fmt, cast.granularity, pow2=recipe.pow2)
+            codes, inverse_scale = quantize_blockwise(self._along(dim), fmt, cast.granularity, pow2=recipe.pow2)
         self._count(codes, fmt)
         return codes, inverse_scale
 
@@ -332,6 +332,13 @@ class _Operand:
         contraction = self.x.shape[0] + -self.x.shape[0] % ALIGNMENT
         return codes.t()[:, :contraction], inverse_scale[0]
 
+    def _along(self, dim: Literal[0, 1]) -> torch.Tensor:
+        """x as (rows, contraction); a contracted dimension 0 ends with zeros."""
+        if dim == 1:
+            return self.x
+        tail = -self.x.shape[0] % ALIGNMENT
+        return (nn.functional.pad(self.x, (0, 0, 0, tail)) if tail else self.x).t()
+
     def _one_group(self) -> torch.Tensor:
         return self.x.new_full((1,), self.x.shape[0], dtype=torch.int32)
 
@@ -341,7 +348,8 @@ class _Operand:
             self._count(self._tensorwise[cast][0], fmt)
         codes, inverse_scale = self._tensorwise[cast]
         if dim == 0:  # through bytes: copies of float8 tensors are not implemented everywhere
-            codes = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+            turned, tail = codes.view(torch.uint8).t(), -self.x.shape[0] % ALIGNMENT
+            codes = (nn.functional.pad(turned, (0, tail)) if tail else turned).contiguous().view(codes.dtype)
         return codes, inverse_scale
 
     def _count(self, codes: torch.Tensor, fmt: Format) -> None:
@@ -439,11 +447,6 @@ class _Float8LinearFunction(torch.autograd.Function):
             grad_weight = product(widened(grad).t(), widened(x), x.dtype)
         elif need_weight:
             casts = of_weight
-            tail = -x.shape[0] % ALIGNMENT
-            # M is the contraction here; zero rows change neither an amax nor a sum.
-            if tail and casts.left.granularity != "row":
-                x = nn.functional.pad(x, (0, 0, 0, tail))
-                grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan, backward=True)
             grad_weight = _gemm(
                 grad_operand.contracting(0, casts.left),
                 _Operand(x, plan, backward=True).contracting(0, casts.right),

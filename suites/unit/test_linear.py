@@ -522,3 +522,47 @@ def test_meta_layer(recipe: str) -> None:
         y.sum().backward()
         assert (y.device.type, y.dtype, tuple(y.shape)) == ("meta", dtype, (24, 16))
         assert (x.grad.shape, model[0].weight.grad.shape) == (x.shape, model[0].weight.shape)
+
+
+# --- rows that are no multiple of 16 ----------------------------------------------------------------------------------
+
+
+def test_tensorwise_gradient_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any number of rows dY is quantised once for both gradients, and its codes are counted once."""
+    seen = []
+
+    def watched(x: torch.Tensor, *arguments: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(tuple(x.shape))
+        return quantize_tensorwise(x, *arguments, **options)
+
+    monkeypatch.setattr("fp8stack.linear.quantize_tensorwise", watched)
+    for rows in (16, 17):
+        counter = CodeCounter()
+        model = nn.Sequential(nn.Linear(32, 16, bias=False))
+        convert_to_float8(model, "tensorwise", detected=simulated("cpu"), counter=counter)
+        with torch.no_grad():
+            model[0].weight.fill_(448.0)
+        y = model(torch.full((rows, 32), -448.0, requires_grad=True))
+        counter.take()
+        seen.clear()
+        y.backward(torch.full((rows, 16), 57344.0))
+        assert sorted(seen) == sorted([(rows, 16), (16, 32), (rows, 32)])
+        assert counter.take() == (rows * 16 + 16 * 32 + rows * 32, 0)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-rows-{name}") for name in RECIPES])
+def test_rows_of_no_multiple(recipe: str) -> None:
+    """17 rows have the bits of the same 17 and 15 of zeros, in the weight's gradient too."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(17, 32, generator=generator), torch.randn(17, 16, generator=generator)
+    found = []
+    for rows in (17, 32):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 16, bias=False))
+        convert_to_float8(model, recipe, detected=simulated("cpu"))
+        given, out = (nn.functional.pad(part, (0, 0, 0, rows - 17)) for part in (x, grad))
+        given.requires_grad_()
+        model(given).backward(out)
+        found.append((given.grad[:17], model[0].weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert_bits_equal(one, other, recipe)

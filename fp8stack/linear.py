@@ -31,7 +31,7 @@ row).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -629,13 +629,20 @@ def convert_to_float8(
         What was converted, what was left, and why.
 
     Raises:
-        ValueError: unknown recipe; a filter name that matches no linear; nothing left to convert.
+        ValueError: unknown recipe; a filter that is no sequence of names, or a name in it that matches no linear;
+            nothing left to convert.
         UnsupportedDtype: the recipe needs formats that the arch does not speak.
         UnknownArch: the device, or FP8STACK_ARCH, has no row of formats; a model on meta without detected.
     """
+    if not isinstance(recipe, str | Recipe):
+        raise ValueError(
+            f"recipe is {recipe!r}; expected a Recipe or one of: {', '.join(sorted(RECIPES))}; choose one of these"
+        )
     chosen = recipe_named(recipe) if isinstance(recipe, str) else recipe
     if isinstance(filter, str):
         raise ValueError(f"filter is the text '{filter}'; expected a sequence of names; pass ('{filter}',)")
+    if not isinstance(filter, Collection) or not all(isinstance(entry, str) for entry in filter):
+        raise ValueError(f"filter is {filter!r}; expected a sequence of names; pass () to leave nothing alone")
     # Every name of a module that stands in several places: replacing one of them would leave the others as they are.
     named = model.named_modules(remove_duplicate=False)
     linears = {name: module for name, module in named if isinstance(module, nn.Linear | Float8Linear | Convertible)}

@@ -566,3 +566,28 @@ def test_rows_of_no_multiple(recipe: str) -> None:
         found.append((given.grad[:17], model[0].weight.grad))
     for one, other in zip(*found, strict=True):
         assert_bits_equal(one, other, recipe)
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names", "words"),
+    [
+        pytest.param(None, (), "^recipe is None; expected a Recipe or one of: .*rowwise.*; ", id="linear-recipe-none"),
+        pytest.param("rowwise", None, "^filter is None; expected a sequence of names; ", id="linear-filter-none"),
+        pytest.param("rowwise", (1,), r"^filter is \(1,\); expected a sequence", id="linear-filter-number"),
+    ],
+)
+def test_wrong_arguments(recipe: object, names: object, words: str) -> None:
+    """What is no recipe and what is no sequence of names is a ValueError in words."""
+    with pytest.raises(ValueError, match=words):
+        convert_to_float8(Three(), recipe, names, detected=simulated("cpu"))
+
+
+def test_single_number() -> None:
+    """A tensor without dimensions is no row."""
+    model = Three()
+    convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    with pytest.raises(ValueError, match=r"^input is a single number; expected \(\.\.\., 64\); "):
+        model.big(torch.tensor(1.0))

@@ -31,7 +31,7 @@ row).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -298,19 +298,19 @@ class _Operand:
     def contracting(self, dim: Literal[0, 1], cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
         """Row-major codes (rows, contraction), contracting dimension `dim` of x, and their inverse scales.
 
-        The scales: (rows,) or (); of blocks (rows, blocks) or (blocks, blocks), as the quantisers write them. A cast of
-        rows that contracts dimension 0 appends zero codes up to a multiple of ALIGNMENT.
+        The scales: (rows,) or (); of blocks (rows, blocks) or (blocks, blocks), as the quantisers write them.
+        Contracting dimension 0 appends zero codes up to a multiple of ALIGNMENT, which change neither an amax nor a
+        sum.
         """
         fmt, recipe = self.plan.format_of(cast), self.plan.recipe
-        rows = self.x if dim == 1 else self.x.t()
         if cast.granularity == "tensor":
             return self._of_tensor(dim, cast, fmt)
         if cast.granularity == "row":
             codes, inverse_scale = self._of_rows(cast, fmt) if dim == 1 else self._turned(cast, fmt)
         elif cast.granularity == "1x32":
-            codes, inverse_scale = quantize_mxfp8(rows, fmt, recipe.scale_mode)
+            codes, inverse_scale = quantize_mxfp8(self._along(dim), fmt, recipe.scale_mode)
         else:
-            codes, inverse_scale = quantize_blockwise(rows, fmt, cast.granularity, pow2=recipe.pow2)
+            codes, inverse_scale = quantize_blockwise(self._along(dim), fmt, cast.granularity, pow2=recipe.pow2)
         self._count(codes, fmt)
         return codes, inverse_scale
 
@@ -332,6 +332,13 @@ class _Operand:
         contraction = self.x.shape[0] + -self.x.shape[0] % ALIGNMENT
         return codes.t()[:, :contraction], inverse_scale[0]
 
+    def _along(self, dim: Literal[0, 1]) -> torch.Tensor:
+        """x as (rows, contraction); a contracted dimension 0 ends with zeros."""
+        if dim == 1:
+            return self.x
+        tail = -self.x.shape[0] % ALIGNMENT
+        return (nn.functional.pad(self.x, (0, 0, 0, tail)) if tail else self.x).t()
+
     def _one_group(self) -> torch.Tensor:
         return self.x.new_full((1,), self.x.shape[0], dtype=torch.int32)
 
@@ -341,7 +348,8 @@ class _Operand:
             self._count(self._tensorwise[cast][0], fmt)
         codes, inverse_scale = self._tensorwise[cast]
         if dim == 0:  # through bytes: copies of float8 tensors are not implemented everywhere
-            codes = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+            turned, tail = codes.view(torch.uint8).t(), -self.x.shape[0] % ALIGNMENT
+            codes = (nn.functional.pad(turned, (0, tail)) if tail else turned).contiguous().view(codes.dtype)
         return codes, inverse_scale
 
     def _count(self, codes: torch.Tensor, fmt: Format) -> None:
@@ -378,7 +386,8 @@ def _gemm(
     if inverse_a.ndim != inverse_b.ndim:
         inverse_a = inverse_a.expand(a.shape[0]).contiguous()
         inverse_b = inverse_b.expand(b.shape[0]).contiguous()
-    if out_dtype == torch.float32 and choose_backend(a, b.t()) == "torch":
+    # The meta device has no backend; the shapes and the dtype are the same by each.
+    if out_dtype == torch.float32 and a.device.type != "meta" and choose_backend(a, b.t()) == "torch":
         inner = torch.bfloat16 if inverse_a.ndim else torch.float32
         y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum).to(out_dtype)
         return y if bias is None else y + bias
@@ -438,11 +447,6 @@ class _Float8LinearFunction(torch.autograd.Function):
             grad_weight = product(widened(grad).t(), widened(x), x.dtype)
         elif need_weight:
             casts = of_weight
-            tail = -x.shape[0] % ALIGNMENT
-            # M is the contraction here; zero rows change neither an amax nor a sum.
-            if tail and casts.left.granularity != "row":
-                x = nn.functional.pad(x, (0, 0, 0, tail))
-                grad_operand = _Operand(nn.functional.pad(grad, (0, 0, 0, tail)), plan, backward=True)
             grad_weight = _gemm(
                 grad_operand.contracting(0, casts.left),
                 _Operand(x, plan, backward=True).contracting(0, casts.right),
@@ -484,8 +488,16 @@ class Float8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) bf16, fp16 or fp32, any strides -> (..., N) in x's dtype; under autocast in its dtype.
 
-        Raises ValueError for another K, UnsupportedDtype for another dtype.
+        Raises ValueError for another K, and for parameters on another device; UnsupportedDtype for another dtype.
         """
+        if not x.dim():
+            raise ValueError(f"input is a single number; expected (..., {self.in_features}); check the layer before it")
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is not None and parameter.device != x.device:
+                raise ValueError(
+                    f"input is on {x.device} and the {name} on {parameter.device}; expected one device; move the input "
+                    "there, or the layer (one on meta by to_empty, then fill it)"
+                )
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"input has {x.shape[-1]} features in its last dimension; this layer takes {self.in_features}; "
@@ -504,6 +516,10 @@ class Float8Linear(nn.Module):
         y = _Float8LinearFunction.apply(rows, weight, bias, self.plan).to(dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
+    def runs(self) -> str:
+        """The name of its recipe; as Convertible."""
+        return self.plan.recipe.name
+
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return (
@@ -516,6 +532,10 @@ class Float8Linear(nn.Module):
 class Convertible(nn.Module):
     """A module that is no linear and can run in FP8 itself, such as the experts of moe.py."""
 
+    def runs(self) -> str | None:
+        """The recipe that this module runs in FP8 already, by name, or None."""
+        raise NotImplementedError
+
     def refuses(self, plan: Plan) -> str | None:
         """Why this module stays in high precision under the plan, or None."""
         raise NotImplementedError
@@ -527,7 +547,7 @@ class Convertible(nn.Module):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert_to_float8` did. `left` maps the name of each module that stayed to the reason.
+    """What `convert_to_float8` did. `left` maps the name of each module that stayed as it was to the reason.
 
     `experts` are those of `converted` that are no linears; `notes` maps what runs otherwise than the recipe's name says
     to how.
@@ -547,13 +567,41 @@ class Conversion:
         what += f" and the experts of {len(self.experts)} layers" if self.experts else ""
         lines = [f"{what} run in FP8 ({self.recipe}, {self.e4m3}/{self.e5m2}: {self.reason})"]
         lines += [f"  {name}: {note}" for name, note in self.notes.items()]
-        lines += [f"  left in high precision: {name} ({why})" for name, why in self.left.items()]
+        lines += [f"  left as it was: {name} ({why})" for name, why in self.left.items()]
         return "\n".join(lines)
 
 
 def _matches(name: str, entry: str) -> bool:
     """Whether `entry` is a run of whole dotted components of `name`: 'attention.wk' of 'layers.0.attention.wk'."""
     return f".{entry}." in f".{name}."
+
+
+# What of a linear the FP8 one would not have: a hook of these kinds, or a `forward` of its own.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _stays(name: str, linear: nn.Linear) -> str | None:
+    """Why this linear is not replaced, or None."""
+    sizes = (("N", linear.out_features), ("K", linear.in_features))
+    odd = [f"{label} = {size}" for label, size in sizes if size % ALIGNMENT]
+    if type(linear) not in (nn.Linear, Linear):
+        return f"{type(linear).__name__} is a linear of its own kind, which a plain FP8 linear would not be"
+    if any(getattr(linear, hooks) for hooks in _HOOKS):
+        return "it has hooks, which would not run; register them after the conversion"
+    if "forward" in vars(linear):
+        return "its forward was replaced, which would not run; replace it after the conversion"
+    if odd:
+        return f"{' and '.join(odd)} not a multiple of {ALIGNMENT}"
+    return None if name else "the model itself is this linear; wrap it in a module"
 
 
 def convert_to_float8(
@@ -566,12 +614,14 @@ def convert_to_float8(
 ) -> Conversion:
     """Replace the `nn.Linear`s of `model`, in place, by `Float8Linear`s that own the same parameters.
 
-    Experts (moe.py) and other Convertibles stay the modules they are and run in FP8 from then on.
+    Experts (moe.py) and other Convertibles stay the modules they are and run in FP8 from then on. What runs in FP8
+    already stays as it is, whatever recipe it has.
 
     Args:
         model: any module; its own root may not be the linear to replace.
         recipe: a key of `RECIPES`, or one of its rows with fields replaced, such as fast_accum_gradients.
-        filter: names of modules to leave alone, whole dotted components each ('output', 'layers.0', 'attention.wk').
+        filter: names of modules to leave alone, whole dotted components each ('output', 'layers.0', 'attention.wk');
+            a module that stands in several places, in all of them.
         detected: the answer of `device.detect()`; asked for the device of the first parameter when absent.
         counter: where saturated and NaN codes are counted; absent, nothing is counted.
 
@@ -579,16 +629,23 @@ def convert_to_float8(
         What was converted, what was left, and why.
 
     Raises:
-        ValueError: unknown recipe; a filter name that matches no linear; nothing left to convert.
+        ValueError: unknown recipe; a filter that is no sequence of names, or a name in it that matches no linear;
+            nothing left to convert.
         UnsupportedDtype: the recipe needs formats that the arch does not speak.
-        UnknownArch: the device, or FP8STACK_ARCH, has no row of formats.
+        UnknownArch: the device, or FP8STACK_ARCH, has no row of formats; a model on meta without detected.
     """
+    if not isinstance(recipe, str | Recipe):
+        raise ValueError(
+            f"recipe is {recipe!r}; expected a Recipe or one of: {', '.join(sorted(RECIPES))}; choose one of these"
+        )
     chosen = recipe_named(recipe) if isinstance(recipe, str) else recipe
     if isinstance(filter, str):
         raise ValueError(f"filter is the text '{filter}'; expected a sequence of names; pass ('{filter}',)")
+    if not isinstance(filter, Collection) or not all(isinstance(entry, str) for entry in filter):
+        raise ValueError(f"filter is {filter!r}; expected a sequence of names; pass () to leave nothing alone")
     # Every name of a module that stands in several places: replacing one of them would leave the others as they are.
     named = model.named_modules(remove_duplicate=False)
-    linears = {name: module for name, module in named if isinstance(module, nn.Linear | Convertible)}
+    linears = {name: module for name, module in named if isinstance(module, nn.Linear | Float8Linear | Convertible)}
     for entry in filter:
         if not any(_matches(name, entry) for name in linears):
             raise ValueError(
@@ -597,6 +654,11 @@ def convert_to_float8(
             )
     if detected is None:
         first = next(model.parameters(), None)
+        if first is not None and first.device.type == "meta":
+            raise devices.UnknownArch(
+                "the model is on the meta device, which has no arch; expected the answer for the device that it will "
+                "run on; pass detected=device.detect(), or convert after to_empty"
+            )
         detected = devices.detect(first.device if first is not None else None)
     plan = Plan(chosen, formats.get(detected.arch.e4m3), formats.get(detected.arch.e5m2), counter, detected.target.name)
     scaled_by_bytes = {plan.format_of(cast).name for cast in chosen.casts() if cast.granularity == "1x32"}
@@ -613,34 +675,29 @@ def convert_to_float8(
     experts: list[str] = []
     notes: dict[str, str] = {}
     replacements: dict[nn.Linear, Float8Linear] = {}
+    # A module that stands in several places stays in all of them where one of its names is filtered.
+    filtered = {
+        module: f"filter '{entry}'"
+        for entry in reversed(tuple(filter))
+        for name, module in linears.items()
+        if _matches(name, entry)
+    }
+    in_fp8 = {module: module.runs() for module in linears.values() if isinstance(module, Float8Linear | Convertible)}
     for name, linear in linears.items():
-        entry = next((entry for entry in filter if _matches(name, entry)), None)
-        if isinstance(linear, Convertible):
-            why = f"filter '{entry}'" if entry is not None else linear.refuses(plan)
-            if why is not None:
-                left[name] = why
-                continue
+        running = in_fp8.get(linear)
+        why = filtered.get(linear) if running is None else f"already FP8, recipe {running}"
+        if why is None and isinstance(linear, Convertible):
+            why = linear.refuses(plan)
+        elif why is None and isinstance(linear, nn.Linear):
+            why = _stays(name, linear)
+        if why is not None:
+            left[name or "(root)"] = why
+        elif isinstance(linear, Convertible):
             note = linear.to_float8(plan)
             notes |= {} if note is None else {name: note}
             converted.append(name)
             experts.append(name)
-            continue
-        odd = [
-            f"{label} = {size}"
-            for label, size in (("N", linear.out_features), ("K", linear.in_features))
-            if size % ALIGNMENT
-        ]
-        if entry is not None:
-            left[name] = f"filter '{entry}'"
-        elif type(linear) not in (nn.Linear, Linear):
-            left[name] = f"{type(linear).__name__} is a linear of its own kind, which a plain FP8 linear would not be"
-        elif linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
-            left[name] = "it has hooks, which would not run; register them after the conversion"
-        elif odd:
-            left[name] = f"{' and '.join(odd)} not a multiple of {ALIGNMENT}"
-        elif not name:
-            left["(root)"] = "the model itself is this linear; wrap it in a module"
-        else:
+        elif isinstance(linear, nn.Linear):
             if linear not in replacements:
                 replacements[linear] = Float8Linear(linear.weight, linear.bias, plan)
                 replacements[linear].train(linear.training)
@@ -654,8 +711,8 @@ def convert_to_float8(
     if not converted:
         stayed = "; ".join(f"{name} ({why})" for name, why in left.items())
         raise ValueError(
-            f"recipe '{chosen.name}' converted nothing; expected at least one linear with N and K multiples of "
-            f"{ALIGNMENT}; left: {stayed or 'the model has no linear'}"
+            f"recipe '{chosen.name}' converted nothing; expected at least one linear in high precision with N and K "
+            f"multiples of {ALIGNMENT}; left: {stayed or 'the model has no linear'}"
         )
     return Conversion(
         chosen.name, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left, tuple(experts), notes

@@ -81,7 +81,17 @@ from fp8stack.kernels.together import (
     Together,
     quantize_together,
 )
-from fp8stack.linear import ALIGNMENT, Convertible, Linear, Plan, autocast_dtype, wide_dtype, without_autocast
+from fp8stack.linear import (
+    ALIGNMENT,
+    RECIPES,
+    Convertible,
+    Linear,
+    Plan,
+    Recipe,
+    autocast_dtype,
+    wide_dtype,
+    without_autocast,
+)
 from fp8stack.metrics import CodeCounter
 
 
@@ -475,6 +485,23 @@ def swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate_RF.to(wide)) * up_RF.to(wide)).to(gate_RF.dtype)
 
 
+def _as_asked(asked: Recipe) -> ExpertRecipe | str:
+    """What experts run under a recipe of linear.py, with the fields that were replaced in it; or why they run none."""
+    recipe = EXPERT_RECIPES.get(asked.name)
+    if recipe is None:
+        return f"experts do not run {asked.name}, only {', '.join(EXPERT_RECIPES)}"
+    row = RECIPES[asked.name]
+    # The casts that the grouped GEMMs have are those of the row; of rowwise_with_gw_hp, which has none there, rows.
+    of_weight = row.grad_weight or row.output
+    known = {"output": (row.output,), "grad_input": (row.grad_input,), "grad_weight": (of_weight, None)}
+    other = [name for name, casts in known.items() if getattr(asked, name) not in casts]
+    if other:
+        return f"experts run the casts of {asked.name} alone, and {' and '.join(other)} has others"
+    fields = ["fast_accum", "fast_accum_gradients", "pow2"] + ["scale_mode"] * (recipe.scale_mode is not None)
+    replaced = {name: getattr(asked, name) for name in fields if getattr(asked, name) != getattr(row, name)}
+    return replace(recipe, grad_weight=asked.grad_weight is not None, **replaced)
+
+
 class GroupedExperts(Convertible):
     """SwiGLU experts on rows sorted by expert: w2(silu(w1 x) * (w3 x)).
 
@@ -512,11 +539,15 @@ class GroupedExperts(Convertible):
             (y_RD,) = fp8_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E, self.plan)
         return y_RD.to(dtype)
 
+    def runs(self) -> str | None:
+        """The name of the recipe that it runs; see Convertible."""
+        return None if self.plan is None else self.plan.recipe.name
+
     def refuses(self, plan: Plan) -> str | None:
         """Experts have no grouped GEMM for every recipe; see Convertible."""
-        recipe = EXPERT_RECIPES.get(plan.recipe.name)
-        if recipe is None:
-            return f"experts do not run {plan.recipe.name}, only {', '.join(EXPERT_RECIPES)}"
+        recipe = _as_asked(plan.recipe)
+        if isinstance(recipe, str):
+            return recipe
         if recipe.scale_mode is not None and plan.e4m3.name.endswith("fnuz"):
             return f"{recipe.name} is for OCP formats, this arch has {plan.e4m3.name}"
         _, ffn, dim = self.w1.shape
@@ -525,7 +556,8 @@ class GroupedExperts(Convertible):
 
     def to_float8(self, plan: Plan) -> str | None:
         """Run in FP8 from now on; see Convertible."""
-        recipe = EXPERT_RECIPES[plan.recipe.name]
+        recipe = _as_asked(plan.recipe)
+        assert not isinstance(recipe, str), f"it was refused: {recipe}"
         self.plan = ExpertPlan(recipe, plan.e4m3, plan.target, plan.counter)
         if recipe.name != plan.recipe.name:
             return f"experts run {recipe.name}: {plan.recipe.name} has no grouped GEMM"

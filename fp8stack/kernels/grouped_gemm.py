@@ -480,6 +480,9 @@ def grouped_scaled_mm(
     """
     fmt_a, fmt_b = formats.get(a.dtype).name, formats.get(b.dtype).name
     _require_shapes(a, b, offs)
+    for name, scale in (("inverse_scale_a", inverse_scale_a), ("inverse_scale_b", inverse_scale_b)):
+        if scale.device != a.device:
+            raise ValueError(f"{name} is on {scale.device} and a on {a.device}; expected one device; move {name} there")
     in_rows = b.dim() == 3
     if backend is not None:
         _check_backend(backend, a)

@@ -318,8 +318,8 @@ def scaled_mm(
 
     out_dtype: bfloat16 or float32; with a scale for each row the torch backend gives bfloat16 only.
 
-    Raises ValueError, naming the dimension, for sizes, layouts, scales, a backend and an out_dtype that do not fit;
-    UnsupportedDtype for operands that are not FP8 or that the device cannot multiply.
+    Raises ValueError, naming the dimension, for sizes, layouts, devices, scales, a bias, a granularity, a backend and
+    an out_dtype that do not fit; UnsupportedDtype for operands that are not FP8 or that the device cannot multiply.
     """
     fmt_a, fmt_b = formats.get(a.dtype).name, formats.get(b.dtype).name
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -328,13 +328,26 @@ def scaled_mm(
             "flatten leading dimensions, and give b transposed"
         )
     k, n = b.shape
+    given = {"b": b, "inverse_scale_a": inverse_scale_a, "inverse_scale_b": inverse_scale_b, "bias": bias}
+    for name, operand in given.items():
+        if operand is not None and operand.device != a.device:
+            raise ValueError(
+                f"{name} is on {operand.device} and a on {a.device}; expected one device; move {name} there"
+            )
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; expected (N,) = ({n},), one number a column; reshape or drop it"
         )
+    if bias is not None and bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"bias is {bias.dtype}; expected bfloat16, float16 or float32; convert it first")
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
             f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float32; convert the result afterwards"
+        )
+    if granularity not in (None, *GRANULARITIES):
+        raise ValueError(
+            f"granularity is {granularity!r}; expected one of: {', '.join(GRANULARITIES)}; correct it, or pass None "
+            "for what the scales tell"
         )
     granularity, scale_a, scale_b = _told(inverse_scale_a, inverse_scale_b, a.shape[0], n, k, granularity)
     if granularity == "1x32" and not {fmt_a, fmt_b} <= set(mxfp8.FORMATS):
@@ -378,7 +391,8 @@ def _check_backend(backend: str, a: torch.Tensor, b: torch.Tensor, granularity: 
     """
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}, or None for the table's choice"
+            f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}; pass one of these, or None for the "
+            "table's choice"
         )
     found = device.detect(a.device)
     if backend == "simulated" and not found.simulated:

@@ -415,6 +415,18 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: grouped_scaled_mm(codes(16, 32), codes(16, 32).t(), ONE, ONE, ends(16, 16), alignment=8),
         r"^alignment is 8; expected a multiple of 16",
     ),
+    "left-scale-device": (
+        lambda: grouped_scaled_mm(
+            codes(4, 16), codes(2, 16, 16).transpose(1, 2), scales(4).to("meta"), scales(2, 16), ends(2, 2)
+        ),
+        r"^inverse_scale_a is on meta and a on cpu; expected one device; move",
+    ),
+    "right-scale-device": (
+        lambda: grouped_scaled_mm(
+            codes(4, 16), codes(2, 16, 16).transpose(1, 2), scales(4), scales(2, 16).to("meta"), ends(2, 2)
+        ),
+        r"^inverse_scale_b is on meta and a on cpu; expected one device; move",
+    ),
 }
 
 

@@ -13,9 +13,11 @@ from fp8stack import device
 from fp8stack.device import Detected
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels.scaled_mm import scaled_mm
+from fp8stack.kernels.tensorwise import quantize_tensorwise
 from fp8stack.linear import RECIPES, Float8Linear, Linear, convert_to_float8
 from fp8stack.metrics import CodeCounter
 from fp8stack.models import HIGH_PRECISION, MODELS, Transformer
+from fp8stack.moe import EXPERT_RECIPES, GroupedExperts
 from suites.compare import assert_bits_equal
 
 
@@ -364,3 +366,228 @@ def test_filter_is_a_sequence_of_names() -> None:
     """A text would be read letter by letter: refused, with the way out."""
     with pytest.raises(ValueError, match=r"pass \('output',\)"):
         convert_to_float8(nn.Sequential(nn.Linear(32, 32)), "rowwise", "output", detected=simulated("cpu"))
+
+
+# --- replaced recipes, second conversions, what stays -----------------------------------------------------------------
+
+
+def experts() -> GroupedExperts:
+    """Two experts with weights from a seed."""
+    found = GroupedExperts(2, 64, 32)
+    generator = torch.Generator().manual_seed(0)
+    for weight in found.parameters():
+        nn.init.normal_(weight, generator=generator)
+    return found
+
+
+OFFS = torch.tensor([5, 16], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "taken"),
+    [
+        pytest.param("rowwise", {"fast_accum": False}, {"fast_accum": False}, id="linear-experts-fast-accum"),
+        pytest.param(
+            "rowwise", {"fast_accum_gradients": True}, {"fast_accum_gradients": True}, id="linear-experts-gradients"
+        ),
+        pytest.param("rowwise", {"pow2": False}, {"pow2": False}, id="linear-experts-pow2"),
+        pytest.param("tensorwise", {"pow2": True}, {"pow2": True}, id="linear-experts-pow2-tensorwise"),
+        pytest.param("rowwise", {"grad_weight": None}, {"grad_weight": False}, id="linear-experts-gw-hp"),
+        pytest.param("mxfp8", {"grad_weight": None}, {"grad_weight": False}, id="linear-experts-gw-hp-mxfp8"),
+        pytest.param(
+            "rowwise_with_gw_hp",
+            {"grad_weight": RECIPES["rowwise"].grad_weight},
+            {"grad_weight": True},
+            id="linear-experts-gw-fp8",
+        ),
+        pytest.param("mxfp8", {"scale_mode": "floor"}, {"scale_mode": "floor"}, id="linear-experts-scale-mode"),
+        pytest.param("rowwise", {"scale_mode": "floor"}, {}, id="linear-experts-no-scale-mode"),
+    ],
+)
+def test_experts_take_replaced_fields(name: str, fields: dict[str, object], taken: dict[str, object]) -> None:
+    """Experts run the recipe that was asked for, replaced fields included, and train with it."""
+    model = nn.Sequential(experts())
+    report = convert_to_float8(model, replace(RECIPES[name], **fields), detected=simulated("cpu"))
+    assert report.converted == ("0",)
+    assert model[0].plan.recipe == replace(EXPERT_RECIPES[name], **taken)
+    model[0](torch.randn(16, 64, requires_grad=True), OFFS).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"output": RECIPES["blockwise"].output}, id="linear-experts-other-output"),
+        pytest.param({"grad_input": RECIPES["tensorwise"].grad_input}, id="linear-experts-other-grad-input"),
+        pytest.param({"grad_weight": RECIPES["mxfp8"].grad_weight}, id="linear-experts-other-grad-weight"),
+    ],
+)
+def test_experts_refuse_other_casts(fields: dict[str, object]) -> None:
+    """A cast that no grouped GEMM has leaves experts as they are, and the report names the GEMM."""
+    model = nn.ModuleDict({"experts": experts(), "linear": nn.Linear(64, 64)})
+    report = convert_to_float8(model, replace(RECIPES["rowwise"], **fields), detected=simulated("cpu"))
+    assert report.converted == ("linear",)
+    assert report.left == {"experts": f"experts run the casts of rowwise alone, and {next(iter(fields))} has others"}
+    assert model["experts"].plan is None
+
+
+def test_what_runs_in_fp8_stays() -> None:
+    """A second conversion changes nothing that runs in FP8, says so, and converts the rest; a filter may name it."""
+    model = nn.ModuleDict({"experts": experts(), "linear": nn.Linear(64, 64), "late": nn.Linear(64, 64)})
+    convert_to_float8(model, "rowwise", filter=("late",), detected=simulated("cpu"))
+    model["experts"].keep(saved_weight="codes")
+    linear, plan = model["linear"], model["experts"].plan
+    report = convert_to_float8(model, "mxfp8", filter=("linear",), detected=simulated("cpu"))
+    assert report.converted == ("late",)
+    assert report.left == dict.fromkeys(("experts", "linear"), "already FP8, recipe rowwise")
+    assert model["linear"] is linear
+    assert model["experts"].plan is plan
+    assert "in high precision" not in str(report)
+    with pytest.raises(ValueError, match=r"converted nothing; .*linear \(already FP8, recipe rowwise\)"):
+        convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+
+
+def test_filter_wins_at_every_name_of_a_module() -> None:
+    """A module with two names, one of them filtered, stays under both: the report says so of both."""
+    shared, linear = experts(), nn.Linear(64, 64)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": linear, "d": linear, "e": nn.Linear(64, 64)})
+    report = convert_to_float8(model, "rowwise", filter=("b", "d"), detected=simulated("cpu"))
+    assert report.converted == ("e",)
+    assert report.left == {"a": "filter 'b'", "b": "filter 'b'", "c": "filter 'd'", "d": "filter 'd'"}
+    assert shared.plan is None
+    assert model["c"] is model["d"] is linear
+
+
+HOOKS = {
+    "forward": lambda linear: linear.register_forward_hook(lambda *_: None),
+    "forward-pre": lambda linear: linear.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda linear: linear.register_full_backward_hook(lambda *_: None),
+    "backward-pre": lambda linear: linear.register_full_backward_pre_hook(lambda *_: None),
+    "state-dict": lambda linear: linear.register_state_dict_post_hook(lambda *_: None),
+    "state-dict-pre": lambda linear: linear.register_state_dict_pre_hook(lambda *_: None),
+    "load-pre": lambda linear: linear.register_load_state_dict_pre_hook(lambda *_: None),
+    "load-post": lambda linear: linear.register_load_state_dict_post_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=f"linear-hook-{kind}") for kind in HOOKS])
+def test_hooked_linears_stay(kind: str) -> None:
+    """A linear with a hook of any kind stays, with the reason: the FP8 one would not run it."""
+    model = nn.ModuleDict({"hooked": nn.Linear(32, 32), "plain": nn.Linear(32, 32)})
+    HOOKS[kind](model["hooked"])
+    report = convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    assert report.converted == ("plain",)
+    assert "hooks" in report.left["hooked"]
+
+
+def test_linear_with_a_forward_of_its_own_stays() -> None:
+    """A `forward` that was set on the instance is no plain linear's."""
+    model = nn.ModuleDict({"own": nn.Linear(32, 32), "plain": nn.Linear(32, 32)})
+    model["own"].forward = lambda x: x
+    report = convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    assert report.converted == ("plain",)
+    assert report.left["own"].startswith("its forward was replaced")
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_devices_that_differ() -> None:
+    """A weight or a bias elsewhere than the input is refused by name; on meta it would be multiplied as garbage."""
+    for name in ("weight", "bias"):
+        model = nn.Sequential(nn.Linear(32, 16))
+        convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+        setattr(model[0], name, nn.Parameter(getattr(model[0], name).to("meta")))
+        with pytest.raises(ValueError, match=f"input is on cpu and the {name} on meta; expected one device; move"):
+            model(torch.ones(16, 32))
+
+
+def test_meta_model_asks_for_detected() -> None:
+    """A meta device has no arch: the error says how to name one."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 16))
+    with pytest.raises(device.UnknownArch, match=r"on the meta device, .*; expected .*; pass detected="):
+        convert_to_float8(model, "rowwise")
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-meta-{name}") for name in RECIPES])
+def test_meta_layer(recipe: str) -> None:
+    """A layer on meta has the shapes and dtypes of its output and gradients, in bf16 and in float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(32, 16))
+            x = torch.empty(24, 32, dtype=dtype, requires_grad=True)
+        convert_to_float8(model, recipe, detected=simulated("cpu"))
+        y = model(x)
+        y.sum().backward()
+        assert (y.device.type, y.dtype, tuple(y.shape)) == ("meta", dtype, (24, 16))
+        assert (x.grad.shape, model[0].weight.grad.shape) == (x.shape, model[0].weight.shape)
+
+
+# --- rows that are no multiple of 16 ----------------------------------------------------------------------------------
+
+
+def test_tensorwise_gradient_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any number of rows dY is quantised once for both gradients, and its codes are counted once."""
+    seen = []
+
+    def watched(x: torch.Tensor, *arguments: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(tuple(x.shape))
+        return quantize_tensorwise(x, *arguments, **options)
+
+    monkeypatch.setattr("fp8stack.linear.quantize_tensorwise", watched)
+    for rows in (16, 17):
+        counter = CodeCounter()
+        model = nn.Sequential(nn.Linear(32, 16, bias=False))
+        convert_to_float8(model, "tensorwise", detected=simulated("cpu"), counter=counter)
+        with torch.no_grad():
+            model[0].weight.fill_(448.0)
+        y = model(torch.full((rows, 32), -448.0, requires_grad=True))
+        counter.take()
+        seen.clear()
+        y.backward(torch.full((rows, 16), 57344.0))
+        assert sorted(seen) == sorted([(rows, 16), (16, 32), (rows, 32)])
+        assert counter.take() == (rows * 16 + 16 * 32 + rows * 32, 0)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, id=f"linear-rows-{name}") for name in RECIPES])
+def test_rows_of_no_multiple(recipe: str) -> None:
+    """17 rows have the bits of the same 17 and 15 of zeros, in the weight's gradient too."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(17, 32, generator=generator), torch.randn(17, 16, generator=generator)
+    found = []
+    for rows in (17, 32):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 16, bias=False))
+        convert_to_float8(model, recipe, detected=simulated("cpu"))
+        given, out = (nn.functional.pad(part, (0, 0, 0, rows - 17)) for part in (x, grad))
+        given.requires_grad_()
+        model(given).backward(out)
+        found.append((given.grad[:17], model[0].weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert_bits_equal(one, other, recipe)
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names", "words"),
+    [
+        pytest.param(None, (), "^recipe is None; expected a Recipe or one of: .*rowwise.*; ", id="linear-recipe-none"),
+        pytest.param("rowwise", None, "^filter is None; expected a sequence of names; ", id="linear-filter-none"),
+        pytest.param("rowwise", (1,), r"^filter is \(1,\); expected a sequence", id="linear-filter-number"),
+    ],
+)
+def test_wrong_arguments(recipe: object, names: object, words: str) -> None:
+    """What is no recipe and what is no sequence of names is a ValueError in words."""
+    with pytest.raises(ValueError, match=words):
+        convert_to_float8(Three(), recipe, names, detected=simulated("cpu"))
+
+
+def test_single_number() -> None:
+    """A tensor without dimensions is no row."""
+    model = Three()
+    convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    with pytest.raises(ValueError, match=r"^input is a single number; expected \(\.\.\., 64\); "):
+        model.big(torch.tensor(1.0))

@@ -108,7 +108,7 @@ def test_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown backend is named; `simulated` needs an override that sets another arch than the device's."""
     a, b = codes(16, 16, "e4m3fn"), codes(16, 16, "e4m3fn").t()
-    with pytest.raises(ValueError, match="backend is 'cublas'; expected one of torch, triton, emulated, refere"):
+    with pytest.raises(ValueError, match=r"backend is 'cublas'; expected one of torch, triton, emulated, .*; pass one"):
         scaled_mm(a, b, ONE, ONE, backend="cublas")
     monkeypatch.delenv("FP8STACK_ARCH", raising=False)
     with pytest.raises(ValueError, match="FP8STACK_ARCH=gfx942"):
@@ -514,6 +514,31 @@ def test_granularity_by_name() -> None:
     assert str(caught.value).count("; ") == 2, "what; expected; what next"
 
 
+def test_unknown_granularity() -> None:
+    """A granularity that does not exist is answered with those that do."""
+    with pytest.raises(ValueError, match=r"^granularity is 'foo'; expected one of: tensor, row, 1x128 128x128, .*; "):
+        scaled_mm(codes(16, 16, "e4m3fn"), codes(16, 16, "e4m3fn").t(), ONE, ONE, granularity="foo")
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [pytest.param(name, id=f"scaled_mm-on-meta-{name}") for name in ("a", "b", "scale_a", "scale_b", "bias")],
+)
+def test_devices_that_differ(elsewhere: str) -> None:
+    """One operand on meta and the rest on a CPU would be memory nobody wrote: a ValueError names both devices."""
+    given = {
+        "a": codes(16, 16, "e4m3fn"),
+        "b": codes(16, 16, "e4m3fn").t(),
+        "scale_a": scales(16),
+        "scale_b": scales(16),
+        "bias": scales(16),
+    }
+    given[elsewhere] = given[elsewhere].to("meta")
+    named = {"a": "b is on cpu and a on meta"}.get(elsewhere, f"{elsewhere} is on meta and a on cpu")
+    with pytest.raises(ValueError, match=f"{named}; expected one device; move .* there"):
+        scaled_mm(given["a"], given["b"], given["scale_a"], given["scale_b"], bias=given["bias"])
+
+
 def test_scales_that_do_not_belong_together() -> None:
     """Two granularities that no product takes together, or a shape that is none, are named with what there is."""
     a, b, inverse_a, inverse_b, *_ = operands("1x128 128x128", 16, 32, 256, "e4m3fn")
@@ -546,5 +571,7 @@ def test_refused_bias_and_output() -> None:
     for bias in (torch.ones(()), torch.ones(1), torch.ones(16, 1)):
         with pytest.raises(ValueError, match="bias has shape"):
             scaled_mm(a, a.view(torch.uint8).t().view(a.dtype), one, one, bias=bias)
+    with pytest.raises(ValueError, match=r"^bias is torch\.int64; expected bfloat16, .*; convert"):
+        scaled_mm(a, codes(16, 32, "e4m3fn").t(), one, one, bias=torch.ones(16, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"out_dtype is torch\.int32"):
         scaled_mm(a, a.view(torch.uint8).t().view(a.dtype), one, one, out_dtype=torch.int32)

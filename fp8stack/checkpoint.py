@@ -58,7 +58,7 @@ class Checkpoints:
         self.ignored: list[str] = []
         if self._first:
             folder.mkdir(parents=True, exist_ok=True)
-            self.ignored = sorted(path.name for path in folder.iterdir() if path.name.endswith(PARTIAL))
+            self.ignored = incomplete(folder)
             for name in self.ignored:
                 shutil.rmtree(folder / name)
         dist.barrier(self._group)
@@ -69,7 +69,7 @@ class Checkpoints:
         return found[-1] if found else None
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if _COMPLETE.fullmatch(path.name))
+        return complete(self.folder)
 
     def save(self, step: int, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         """Copy `state` and begin to write it; returns as soon as `state` may change. Raises as `wait` does."""
@@ -118,6 +118,16 @@ class Checkpoints:
             doomed = old.with_name(old.name + PARTIAL)  # a kill in mid-removal must not leave half of one
             old.rename(doomed)
             shutil.rmtree(doomed)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, the latest last; none where it is not there. Changes nothing."""
+    return sorted(path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def incomplete(folder: Path) -> list[str]:
+    """The names of saves in `folder` that a kill cut off. Changes nothing."""
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(PARTIAL)) if folder.is_dir() else []
 
 
 def _reason(problem: BaseException) -> str:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 PARTIAL = ".partial"
@@ -162,15 +163,13 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 def load(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
     """Fill `state`, in place, from a complete checkpoint, each rank its own rows, however many ranks wrote it.
 
-    Raises CheckpointError, naming the tensor, where names, shapes or dtypes differ. Collective.
+    Raises CheckpointError, naming the tensor, where names, shapes or dtypes differ, and where a file of it is damaged:
+    what `state` holds is then worth nothing. Collective.
     """
     try:
         stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle: anything can come out of a damaged one
-        raise CheckpointError(
-            f"{checkpoint} cannot be read ({_reason(error)}); expected a complete checkpoint; remove the folder, and "
-            "an older one will be used"
-        ) from None
+        raise _damaged(checkpoint, error) from None
     for name in sorted(stored.keys() | state.keys()):
         found, wanted = stored.get(name), state.get(name)
         if not isinstance(found, TensorStorageMetadata) or wanted is None:
@@ -186,7 +185,17 @@ def load(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
                 f"'{name}' is {have[1]} {have[0]} in {checkpoint}; expected {want[1]} {want[0]}; resume with the "
                 "options it was written with"
             )
-    dcp.load(state, checkpoint_id=str(checkpoint))
+    try:
+        dcp.load(state, checkpoint_id=str(checkpoint))
+    except (Exception, CheckpointException) as error:  # torch's is no Exception; every rank gets it
+        raise _damaged(checkpoint, error) from None
+
+
+def _damaged(checkpoint: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} cannot be read ({_reason(error)}); expected a complete checkpoint; remove the folder, and "
+        "an older one will be used"
+    )
 
 
 def needed_bytes(state: dict[str, torch.Tensor]) -> int:

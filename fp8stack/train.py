@@ -64,7 +64,7 @@ from fp8stack.data import (
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import launch
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
-from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
+from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain, write_whole
 from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
 from fp8stack.moe import GroupedExperts
 from fp8stack.options import parser
@@ -76,6 +76,10 @@ from fp8stack.weights import WeightsError
 DIGEST_STEPS = (1, 2, 3)
 # In --out, beside checkpoints.
 METRICS, RUN = "metrics.jsonl", "run.json"
+# What a resumed run keeps of run.json: both by step.
+KEPT = ("digests", "saturated_by_layer")
+# How long other ranks leave it to rank 0 to say what all of them refuse; torchrun ends them when it has.
+SECONDS_FOR_RANK_0 = 10.0
 IGNORED_LABEL = -100
 # One in so many weights is nudged.
 NUDGE_PERIOD = 1000
@@ -631,6 +635,8 @@ def _check_out(arguments: dict[str, Any]) -> None:
             f"{folder} holds no complete checkpoint{broken}; expected one to resume from; drop --resume and begin in "
             "an --out without a run"
         )
+    else:
+        _read_run(out / RUN)
 
 
 def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoints | None:
@@ -690,19 +696,33 @@ def _shown(count: int | None) -> str:
     return "not counted" if count is None else str(count)
 
 
+def _read_run(file: Path) -> dict[str, Any]:
+    """What run.json holds, or nothing where there is none. ConfigError where it cannot be read."""
+    try:
+        run = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not isinstance(run, dict) or not all(isinstance(run.get(name, {}), dict) for name in KEPT):
+            raise ValueError("not what a run writes")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}); expected the JSON that a run writes; remove it: only the gradient "
+            "digests and the counts a layer of steps already done go with it"
+        ) from None
+    return run
+
+
 def _write_run(file: Path, step: int, trainer: Trainer) -> None:
     """run.json: what a run was and what is too long for a line a step; a resumed run keeps what it had."""
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() and step != 1 else {}
+    kept = _read_run(file) if step != 1 else {}
     result = trainer.result
+    found = result.digests, {str(step): trainer.saturated_by_layer}
     run = {
         **trainer.facts(),
         "format": result.format,
         "recipe": trainer.config.recipe,
         "quantisation": trainer.config.quantisation,
-        "digests": {**kept.get("digests", {}), **result.digests},
-        "saturated_by_layer": {**kept.get("saturated_by_layer", {}), str(step): trainer.saturated_by_layer},
+        **{name: {**kept.get(name, {}), **new} for name, new in zip(KEPT, found, strict=True)},
     }
-    file.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(run, indent=1, allow_nan=False) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -721,13 +741,17 @@ def main(argv: list[str] | None = None) -> int:
         if arguments["profile"] is not None:
             profiled_steps(config, trainer.step)
             _make_folder("--profile", arguments["profile"])
+        if arguments["export"] is not None and trainer.world.rank == 0:
+            weights.check_writable(arguments["export"])
         # Last: it removes lines of steps that will be done again.
         metrics = _open_metrics(arguments["out"], trainer)
     except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch, UnsupportedDtype) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
-        elif not isinstance(error, ConfigError):  # this machine's files, perhaps not rank 0's
-            print(f"train, rank {os.environ['RANK']}: {error}", file=sys.stderr)
+            return 2
+        if isinstance(error, ConfigError):  # most likely rank 0's too; if this rank's alone, it is still here then
+            time.sleep(SECONDS_FOR_RANK_0)
+        print(f"train, rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return 2
     first = trainer.world.rank == 0
     every = max(1, config.steps // 10)

@@ -189,6 +189,29 @@ def test_damaged_checkpoint(saved: tuple[Path, dict[str, float]], tmp_path: Path
         checkpoint.load(tmp_path, Trainer(short()).state())
 
 
+def test_damaged_payload(saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: Any) -> None:
+    """A cut file of tensors too is one line and exit 2."""
+    folder = tmp_path / "checkpoints" / saved[0].name
+    shutil.copytree(saved[0], folder)
+    (folder / "__0_0.distcp").write_bytes((saved[0] / "__0_0.distcp").read_bytes()[:1000])
+    common = ["--recipe", "rowwise", "--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "12"]
+    assert train.main([*common, "--out", str(tmp_path), "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert re.search(r"step-00000007 cannot be read.*remove the folder", err)
+
+
+@pytest.mark.parametrize("text", [pytest.param('{"digests": {"1": {', id="cut"), pytest.param("[]", id="list")])
+def test_damaged_run_file(text: str, saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: Any) -> None:
+    """A run.json that cannot be read is refused at --resume, not met at the last step."""
+    shutil.copytree(saved[0], tmp_path / "checkpoints" / saved[0].name)
+    (tmp_path / "run.json").write_text(text)
+    assert train.main(["--layers", "1", "--device", "cpu", "--out", str(tmp_path), "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert "run.json cannot be read" in err
+
+
 def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No room for a checkpoint is an error before the first step; a disk that fills up later stops the run."""
     common = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "2", "--out", str(tmp_path)]

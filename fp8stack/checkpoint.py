@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 PARTIAL = ".partial"
@@ -58,7 +59,7 @@ class Checkpoints:
         self.ignored: list[str] = []
         if self._first:
             folder.mkdir(parents=True, exist_ok=True)
-            self.ignored = sorted(path.name for path in folder.iterdir() if path.name.endswith(PARTIAL))
+            self.ignored = incomplete(folder)
             for name in self.ignored:
                 shutil.rmtree(folder / name)
         dist.barrier(self._group)
@@ -69,7 +70,7 @@ class Checkpoints:
         return found[-1] if found else None
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if _COMPLETE.fullmatch(path.name))
+        return complete(self.folder)
 
     def save(self, step: int, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         """Copy `state` and begin to write it; returns as soon as `state` may change. Raises as `wait` does."""
@@ -120,6 +121,16 @@ class Checkpoints:
             shutil.rmtree(doomed)
 
 
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, the latest last; none where it is not there. Changes nothing."""
+    return sorted(path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def incomplete(folder: Path) -> list[str]:
+    """The names of saves in `folder` that a kill cut off. Changes nothing."""
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(PARTIAL)) if folder.is_dir() else []
+
+
 def _reason(problem: BaseException) -> str:
     """The innermost cause in one line: torch wraps what ranks raised."""
     failures = getattr(problem, "failures", None)
@@ -152,15 +163,13 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 def load(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
     """Fill `state`, in place, from a complete checkpoint, each rank its own rows, however many ranks wrote it.
 
-    Raises CheckpointError, naming the tensor, where names, shapes or dtypes differ. Collective.
+    Raises CheckpointError, naming the tensor, where names, shapes or dtypes differ, and where a file of it is damaged:
+    what `state` holds is then worth nothing. Collective.
     """
     try:
         stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle: anything can come out of a damaged one
-        raise CheckpointError(
-            f"{checkpoint} cannot be read ({_reason(error)}); expected a complete checkpoint; remove the folder, and "
-            "an older one will be used"
-        ) from None
+        raise _damaged(checkpoint, error) from None
     for name in sorted(stored.keys() | state.keys()):
         found, wanted = stored.get(name), state.get(name)
         if not isinstance(found, TensorStorageMetadata) or wanted is None:
@@ -176,7 +185,17 @@ def load(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
                 f"'{name}' is {have[1]} {have[0]} in {checkpoint}; expected {want[1]} {want[0]}; resume with the "
                 "options it was written with"
             )
-    dcp.load(state, checkpoint_id=str(checkpoint))
+    try:
+        dcp.load(state, checkpoint_id=str(checkpoint))
+    except (Exception, CheckpointException) as error:  # torch's is no Exception; every rank gets it
+        raise _damaged(checkpoint, error) from None
+
+
+def _damaged(checkpoint: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} cannot be read ({_reason(error)}); expected a complete checkpoint; remove the folder, and "
+        "an older one will be used"
+    )
 
 
 def needed_bytes(state: dict[str, torch.Tensor]) -> int:

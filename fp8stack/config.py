@@ -116,9 +116,11 @@ class TrainConfig:
             ("layers", 0),
             ("workers", 0),
         ):
-            value = getattr(self, name)
+            value, option = getattr(self, name), name.replace("_", "-")
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-                raise ConfigError(f"{name} is {value!r}; expected an integer from {low} to 2^32 - 1; correct --{name}")
+                raise ConfigError(
+                    f"{name} is {value!r}; expected an integer from {low} to 2^32 - 1; correct --{option}"
+                )
         for name, low, high in (
             ("lr", 0.0, 1e3),
             ("min_lr_ratio", 0.0, 1.0),
@@ -129,9 +131,8 @@ class TrainConfig:
             ("clip", 1e-9, 1e9),
             ("balance_rate", 0.0, 1.0),
         ):
-            value = getattr(self, name)
+            value, option = getattr(self, name), name.replace("_", "-")
             if not (isinstance(value, float | int) and low <= value <= high):  # written so that NaN is refused
-                option = name.replace("_", "-")
                 raise ConfigError(
                     f"{name} is {value!r}; expected a number from {low:g} to {high:g}; correct --{option}"
                 )

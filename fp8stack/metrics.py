@@ -16,6 +16,7 @@ Not here: throughput and utilisation.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -134,6 +135,16 @@ class GradientDigests:
             yield name, [gradient.norm().item(), gradient.mean().item(), *dots.tolist()]
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write `file` so that a kill leaves what it held before or all of `text`: beside it, then by one rename."""
+    beside = file.with_name(file.name + ".partial")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+
+
 class JsonLines:
     """One JSON object a line, flushed, to a file or a stream. Refuses NaN and infinity: they are not JSON."""
 
@@ -141,12 +152,9 @@ class JsonLines:
         """target: a file, begun anew but for the lines of steps 1 ... `keep` that it holds; or an open stream."""
         self._owned = isinstance(target, Path)
         if isinstance(target, Path):
-            kept = target.read_text(encoding="utf-8").splitlines() if keep and target.exists() else []
-            self._stream: TextIO = target.open("w", encoding="utf-8")
-            for line in kept:
-                if _step_of(line) <= keep:
-                    self._stream.write(line + "\n")
-            self._stream.flush()
+            lines = target.read_text(encoding="utf-8").splitlines() if keep and target.exists() else []
+            write_whole(target, "".join(f"{line}\n" for line in lines if _step_of(line) <= keep))
+            self._stream: TextIO = target.open("a", encoding="utf-8")
         else:
             self._stream = target
 

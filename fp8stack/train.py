@@ -64,7 +64,7 @@ from fp8stack.data import (
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import launch
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
-from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain
+from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain, write_whole
 from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
 from fp8stack.moe import GroupedExperts
 from fp8stack.options import parser
@@ -74,6 +74,12 @@ from fp8stack.utilisation import ImplausibleUtilisation, flops_a_token, utilisat
 from fp8stack.weights import WeightsError
 
 DIGEST_STEPS = (1, 2, 3)
+# In --out, beside checkpoints.
+METRICS, RUN = "metrics.jsonl", "run.json"
+# What a resumed run keeps of run.json: both by step.
+KEPT = ("digests", "saturated_by_layer")
+# How long other ranks leave it to rank 0 to say what all of them refuse; torchrun ends them when it has.
+SECONDS_FOR_RANK_0 = 10.0
 IGNORED_LABEL = -100
 # One in so many weights is nudged.
 NUDGE_PERIOD = 1000
@@ -592,16 +598,52 @@ def _dry_run(config: TrainConfig, arguments: dict[str, Any]) -> int:
     return 0
 
 
-def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoints | None:
-    """The checkpoints of --out, if any are to be written or read; resumes. Room for one more must be there."""
+def _check_out(arguments: dict[str, Any]) -> None:
+    """Refuse an --out that holds a run, or with --resume one that holds none, before anything is made or changed.
+
+    Every rank looks before it joins the others, so before rank 0 writes.
+    """
     out, every, keep, resume = (arguments[name] for name in ("out", "checkpoint_every", "keep", "resume"))
     for option, value, low in (("--checkpoint-every", every, 0), ("--keep", keep, 1)):
         if value < low:
             raise ConfigError(f"{option} is {value}; expected a whole number from {low}; correct {option}")
+    if out is None:
+        if every or resume:
+            option = "--resume" if resume else "--checkpoint-every"
+            raise ConfigError(f"{option} needs a folder; expected --out; add --out")
+        return
+    folder, files = out / "checkpoints", [out / name for name in (METRICS, RUN)]
+    try:
+        done, cut = checkpoint.complete(folder), checkpoint.incomplete(folder)
+        left = [file.name for file in files if file.exists() and file.stat().st_size]
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be read ({error.strerror}); expected a folder; choose another") from None
+    if not resume:
+        if done:
+            raise ConfigError(
+                f"{folder} already holds {done[-1].name}; expected none at the start of a run; add --resume to "
+                "continue, or choose another --out"
+            )
+        if left:
+            raise ConfigError(
+                f"--out {out} already holds {' and '.join(left)} of a run; expected none at the start of one; choose "
+                "another --out"
+            )
+    elif not done:
+        broken = f" ({', '.join(cut)}: cut off, and left as it is)" if cut else ""
+        raise ConfigError(
+            f"{folder} holds no complete checkpoint{broken}; expected one to resume from; drop --resume and begin in "
+            "an --out without a run"
+        )
+    else:
+        _read_run(out / RUN)
+
+
+def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoints | None:
+    """The checkpoints of --out, if any are to be written or read; resumes. Room for one more must be there."""
+    out, every, keep, resume = (arguments[name] for name in ("out", "checkpoint_every", "keep", "resume"))
     if not (every or resume):
         return None
-    if out is None:
-        raise ConfigError(f"{'--resume' if resume else '--checkpoint-every'} needs a folder; expected --out; add --out")
     folder = out / "checkpoints"
     try:
         checkpoints = Checkpoints(folder, keep)
@@ -617,14 +659,8 @@ def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoint
             "for one; free space or choose another --out"
         )
     if not resume:
-        if newest is not None:
-            raise ConfigError(
-                f"{folder} already holds {newest.name}; expected none at the start of a run; add --resume to "
-                "continue, or choose another --out"
-            )
         return checkpoints
-    if newest is None:
-        raise ConfigError(f"{folder} holds no complete checkpoint; expected one to resume from; drop --resume")
+    assert newest is not None  # _check_out saw one
     trainer.restore(newest)
     if trainer.world.rank == 0:
         lost = f"; {', '.join(checkpoints.ignored)} was incomplete and is removed" if checkpoints.ignored else ""
@@ -640,7 +676,7 @@ def _open_metrics(out: Path | None, trainer: Trainer) -> JsonLines | None:
         return JsonLines(sys.stdout)
     _make_folder("--out", out)
     try:
-        return JsonLines(out / "metrics.jsonl", keep=trainer.step)
+        return JsonLines(out / METRICS, keep=trainer.step)
     except OSError as error:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror}); expected a folder; choose another"
@@ -660,19 +696,33 @@ def _shown(count: int | None) -> str:
     return "not counted" if count is None else str(count)
 
 
+def _read_run(file: Path) -> dict[str, Any]:
+    """What run.json holds, or nothing where there is none. ConfigError where it cannot be read."""
+    try:
+        run = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not isinstance(run, dict) or not all(isinstance(run.get(name, {}), dict) for name in KEPT):
+            raise ValueError("not what a run writes")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}); expected the JSON that a run writes; remove it: only the gradient "
+            "digests and the counts a layer of steps already done go with it"
+        ) from None
+    return run
+
+
 def _write_run(file: Path, step: int, trainer: Trainer) -> None:
     """run.json: what a run was and what is too long for a line a step; a resumed run keeps what it had."""
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() and step != 1 else {}
+    kept = _read_run(file) if step != 1 else {}
     result = trainer.result
+    found = result.digests, {str(step): trainer.saturated_by_layer}
     run = {
         **trainer.facts(),
         "format": result.format,
         "recipe": trainer.config.recipe,
         "quantisation": trainer.config.quantisation,
-        "digests": {**kept.get("digests", {}), **result.digests},
-        "saturated_by_layer": {**kept.get("saturated_by_layer", {}), str(step): trainer.saturated_by_layer},
+        **{name: {**kept.get(name, {}), **new} for name, new in zip(KEPT, found, strict=True)},
     }
-    file.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(run, indent=1, allow_nan=False) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -685,17 +735,23 @@ def main(argv: list[str] | None = None) -> int:
         _check_dry(arguments)
         if arguments["dry_run"]:
             return _dry_run(config, arguments)
+        _check_out(arguments)
         trainer = Trainer(config)
         checkpoints = _open_checkpoints(arguments, trainer)
-        metrics = _open_metrics(arguments["out"], trainer)
         if arguments["profile"] is not None:
             profiled_steps(config, trainer.step)
             _make_folder("--profile", arguments["profile"])
+        if arguments["export"] is not None and trainer.world.rank == 0:
+            weights.check_writable(arguments["export"])
+        # Last: it removes lines of steps that will be done again.
+        metrics = _open_metrics(arguments["out"], trainer)
     except (ConfigError, DataError, CheckpointError, WeightsError, devices.UnknownArch, UnsupportedDtype) as error:
         if first:
             print(f"train: {error}", file=sys.stderr)
-        elif not isinstance(error, ConfigError):  # this machine's files, perhaps not rank 0's
-            print(f"train, rank {os.environ['RANK']}: {error}", file=sys.stderr)
+            return 2
+        if isinstance(error, ConfigError):  # most likely rank 0's too; if this rank's alone, it is still here then
+            time.sleep(SECONDS_FOR_RANK_0)
+        print(f"train, rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return 2
     first = trainer.world.rank == 0
     every = max(1, config.steps // 10)
@@ -718,7 +774,7 @@ def main(argv: list[str] | None = None) -> int:
         line = {**dataclasses.asdict(record), "lr": learning_rate(config, record.step), "seconds": round(seconds, 3)}
         metrics.write({**line, **trainer.measured})
         if arguments["out"] is not None and (record.step in DIGEST_STEPS or record.step == config.steps):
-            _write_run(arguments["out"] / "run.json", record.step, trainer)
+            _write_run(arguments["out"] / RUN, record.step, trainer)
         if record.step == 1 or record.step % every == 0:
             print(
                 f"step {record.step}/{config.steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "

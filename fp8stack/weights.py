@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,21 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
+def check_writable(folder: Path) -> None:
+    """Make `folder` and a file in it, which goes again. Raises WeightsError where `write` would."""
+    _safetensors()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_written(folder, error) from None
+
+
+def _not_written(folder: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"{folder} cannot be written ({error}); expected a folder with room; correct --export")
+
+
 @torch.no_grad()
 def write(folder: Path, model: nn.Module, size: Sizes) -> None:
     """Write every parameter and balancing bias of `model`, gathered one after another. Collective; rank 0 writes.
@@ -273,10 +290,10 @@ def write(folder: Path, model: nn.Module, size: Sizes) -> None:
             index = {"metadata": {"total_size": total}, "weight_map": placed}
             for file, content in ((INDEX, index), ("config.json", _config(size))):
                 (folder / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            for file in set(placed.values()):  # safetensors makes files that only their owner may read
+                shutil.copymode(folder / INDEX, folder / file)
     except (OSError, safetensors.SafetensorError) as error:
-        raise WeightsError(
-            f"{folder} cannot be written ({error}); expected a folder with room; correct --export"
-        ) from None
+        raise _not_written(folder, error) from None
 
 
 def _gathered(model: nn.Module, keep: bool) -> Iterator[dict[str, torch.Tensor]]:

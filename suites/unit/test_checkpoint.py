@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,29 @@ def test_damaged_checkpoint(saved: tuple[Path, dict[str, float]], tmp_path: Path
         checkpoint.load(tmp_path, Trainer(short()).state())
 
 
+def test_damaged_payload(saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: Any) -> None:
+    """A cut file of tensors too is one line and exit 2."""
+    folder = tmp_path / "checkpoints" / saved[0].name
+    shutil.copytree(saved[0], folder)
+    (folder / "__0_0.distcp").write_bytes((saved[0] / "__0_0.distcp").read_bytes()[:1000])
+    common = ["--recipe", "rowwise", "--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "12"]
+    assert train.main([*common, "--out", str(tmp_path), "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert re.search(r"step-00000007 cannot be read.*remove the folder", err)
+
+
+@pytest.mark.parametrize("text", [pytest.param('{"digests": {"1": {', id="cut"), pytest.param("[]", id="list")])
+def test_damaged_run_file(text: str, saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: Any) -> None:
+    """A run.json that cannot be read is refused at --resume, not met at the last step."""
+    shutil.copytree(saved[0], tmp_path / "checkpoints" / saved[0].name)
+    (tmp_path / "run.json").write_text(text)
+    assert train.main(["--layers", "1", "--device", "cpu", "--out", str(tmp_path), "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert "run.json cannot be read" in err
+
+
 def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No room for a checkpoint is an error before the first step; a disk that fills up later stops the run."""
     common = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "2", "--out", str(tmp_path)]
@@ -232,3 +256,42 @@ def test_a_second_start_does_not_overwrite(saved: tuple[Path, dict[str, float]],
     common = ["--layers", "1", "--device", "cpu", "--out", str(tmp_path), "--checkpoint-every", "1"]
     assert train.main(common) == 2
     assert "--resume" in capsys.readouterr().err
+
+
+REFUSED_LATE = {
+    "again": ([], "already holds metrics.jsonl and run.json of a run"),
+    "profile": (["--resume", "--profile", "p"], "--profile needs 6 steps"),
+    "resume": (["--resume", "--seed", "1"], "seed differ"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"keeps-{name}") for name in REFUSED_LATE])
+def test_a_refused_command_keeps_the_metrics(
+    name: str, saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is refused in the folder of a run, every line of its metrics.jsonl is still there."""
+    arguments, told = REFUSED_LATE[name]
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(1, 10))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    (tmp_path / "run.json").write_text("{}")
+    if name != "again":
+        shutil.copytree(saved[0], tmp_path / "checkpoints" / saved[0].name)
+    common = ["--recipe", "rowwise", "--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu"]
+    assert train.main([*common, "--steps", "12", "--out", str(tmp_path), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert len([line for line in err.splitlines() if line.startswith("train: ")]) == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+def test_resume_of_nothing_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped --out is not made; of a run killed in its first save the rest is named and left."""
+    common = ["--layers", "1", "--device", "cpu", "--resume"]
+    assert train.main([*common, "--out", str(tmp_path / "typo")]) == 2
+    assert not (tmp_path / "typo").exists()
+    cut = tmp_path / "killed" / "checkpoints" / "step-00000003.partial"
+    cut.mkdir(parents=True)
+    capsys.readouterr()
+    assert train.main([*common, "--out", str(tmp_path / "killed")]) == 2
+    assert "holds no complete checkpoint (step-00000003.partial: cut off, and left" in capsys.readouterr().err
+    assert cut.is_dir()

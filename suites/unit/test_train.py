@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8stack import train
+from fp8stack import metrics, train
 from fp8stack.config import ALWAYS, IF_SET, NEVER
 from fp8stack.data import Batch, SyntheticTokens
 from fp8stack.linear import RECIPES
@@ -355,6 +355,30 @@ def test_json_lines_refuse_nan() -> None:
     assert stream.getvalue() == '{"step": 1}\n'
 
 
+def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that ends in its middle, of run.json or of the lines kept by a resume, leaves the file that was there."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            metrics.write_whole(file, "{}")
+        with pytest.raises(KeyboardInterrupt):
+            JsonLines(file, keep=1)
+        trainer = Trainer(SHORT)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run(lambda record: train._write_run(file, 1, trainer))
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    lines = JsonLines(file, keep=1)
+    lines.write({"step": 3})
+    lines.close()
+    assert file.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
 BAD = {
     "recipe": (["--recipe", "fp9"], "recipe 'fp9'"),
     "model": (["--model", "llama9"], "model 'llama9'"),
@@ -381,6 +405,7 @@ BAD = {
     "quantisation": (["--quantisation", "slow"], "quantisation 'slow'"),
     "unfused-blockwise": (["--recipe", "blockwise", "--quantisation", "unfused"], "--quantisation fused"),
     "balance-rate": (["--balance-rate", "-1"], "--balance-rate"),
+    "expert-parallel-0": (["--expert-parallel", "0"], "correct --expert-parallel"),
     "expert-parallel-dense": (["--expert-parallel", "2"], "has no experts"),
     "expert-parallel-experts": (["--model", "dsv3-tiny", "--expert-parallel", "3"], "does not divide the 8 experts"),
     "expert-parallel-ranks": (["--model", "dsv3-tiny", "--expert-parallel", "2"], "does not divide 1 ranks"),
@@ -506,10 +531,22 @@ def test_torchrun(tmp_path: Path) -> None:
 def test_one_of_two_ranks_tells_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each rank refuses the same option and ends with 2; rank 0 alone says so."""
+    """Each rank refuses the same option and ends with 2; rank 0 says so at once, another after a while if it lives.
+
+    torchrun ends all ranks when the first has ended, so one that does not wait can end rank 0 before it has said so.
+    """
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr(train.time, "sleep", sleep)
     monkeypatch.setenv("RANK", "1")
     assert train.main(["--recipe", "fp9"]) == 2
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("train, rank 1: recipe 'fp9'")
+    assert waited == [train.SECONDS_FOR_RANK_0]
     monkeypatch.setenv("RANK", "0")
     assert train.main(["--recipe", "fp9"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(waited) == 1

@@ -69,6 +69,7 @@ def test_names_and_shapes(exported: tuple[Path, dict[str, torch.Tensor]]) -> Non
     assert len(set(index["weight_map"].values())) > 1
     assert index["metadata"]["total_size"] == 4 * sum(tensor.numel() for tensor in found.values())
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 1
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "not all may be read by the same people"
 
 
 def test_out_and_in_again(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -265,3 +266,20 @@ def test_without_the_package(
     assert "fp8stack[hf]" in capsys.readouterr().err
     shutil.rmtree(tmp_path)
     assert train.main(["--steps", "1", "--device", "cpu", "--init-from", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("missing", [pytest.param(False, id="unwritable"), pytest.param(True, id="no-package")])
+def test_export_is_checked_first(
+    missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An --export that cannot be written is one line and exit 2 before the first step, not after the last."""
+    folder = "/dev/null/x"
+    if missing:
+        monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+        folder = str(tmp_path / "export")
+    arguments = ["--steps", "1", "--layers", "1", "--batch", "1", "--seq", "4", "--device", "cpu", "--export", folder]
+    assert train.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert "--export" in err

@@ -175,7 +175,9 @@ ONE_READ: dict[tuple[str, str], bool] = {}
 class ExpertPlan:
     """What experts were told at conversion: recipe, the format of the arch, and the target that compiles for.
 
-    backward: the codes belong to the backward pass, which has a count of its own.
+    Format and target stay those of the conversion if a model moves afterwards, as from a CPU to a GPU: move it first,
+    or give convert_to_float8 the device as detected. backward: the codes belong to the backward pass, which has a count
+    of its own.
     """
 
     recipe: ExpertRecipe
@@ -524,8 +526,7 @@ class GroupedExperts(Convertible):
 
         Under autocast in its dtype, as a linear of torch. float16 is computed as float32, as by Float8Linear.
 
-        Raises ValueError for offs or a device that do not fit (those of fp8_grouped_mm), and for experts that were
-        converted for a CPU and run on a GPU, or the other way.
+        Raises ValueError for offs or a device that do not fit: those of fp8_grouped_mm.
         """
         dtype = autocast_dtype(rows_RD)
         rows_RD = rows_RD.to(dtype).to(torch.float32 if dtype == torch.float16 else dtype)
@@ -534,7 +535,6 @@ class GroupedExperts(Convertible):
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
             (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
         else:
-            _require_target(rows_RD, self.plan.target)
             gate_RF, up_RF = fp8_grouped_mm(rows_RD, (w1, w3), offs_E, self.plan)
             (y_RD,) = fp8_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E, self.plan)
         return y_RD.to(dtype)
@@ -585,17 +585,6 @@ class GroupedExperts(Convertible):
         experts, ffn, dim = self.w1.shape
         recipe = "high precision" if self.plan is None else f"{self.plan.recipe.name}, {self.plan.fmt.name}"
         return f"experts={experts}, dim={dim}, ffn={ffn}, {recipe}"
-
-
-def _require_target(x: torch.Tensor, target: str) -> None:
-    """Raise ValueError where x is on a CPU and the target is not, or the other way; without data it is neither."""
-    if not target or x.device.type == "meta" or isinstance(x, FakeTensor):
-        return
-    if (x.device.type == "cpu") != (target == "cpu"):
-        raise ValueError(
-            f"experts that were converted for {target} run on {x.device.type}; expected the device of the conversion, "
-            "whose formats and tables they have; move the model before convert_to_float8, or tell it with detected="
-        )
 
 
 def _held(weight: torch.Tensor) -> torch.Tensor:

@@ -506,18 +506,6 @@ def test_refused_operands(offs: torch.Tensor, change: dict[str, str], words: str
         assert not ran
 
 
-def test_experts_on_another_device() -> None:
-    """Experts that were converted for a GPU say so on a CPU, once they have data: tables and formats are the GPU's."""
-    experts = filled(GroupedExperts(2, 64, 48))
-    detected = replace(simulated("gfx942"), target=device.lookup("gfx942"))
-    convert_to_float8(nn.Sequential(experts), "rowwise", detected=detected)
-    with pytest.raises(
-        ValueError, match=r"^experts that were converted for gfx942 run on cpu; .*; move the model before"
-    ):
-        experts(normal(5, 64), ends_of(2, 5))
-    assert experts.to("meta")(normal(5, 64).to("meta"), ends_of(2, 5).to("meta")).shape == (5, 64)
-
-
 def test_emulated_experts() -> None:
     """Experts whose E8M0 scales no instruction of the target takes are reported, linears beside them or not."""
     detected = replace(simulated("sm_90"), target=device.lookup("sm_90"))

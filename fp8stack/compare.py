@@ -3,8 +3,8 @@
     python -m fp8stack.compare RUN_A RUN_B [--nudged RUN ...] [--unfused RUN]
 
 A run is a folder that `train --out` wrote. Shown are both losses at a few steps; by window of steps the largest
-relative difference beside the band, and the first step outside; the ratio of gradient norms a layer in the first
-steps, where a wrong factor shows before any curve does; saturated codes a layer.
+relative difference beside the band, and the first step beyond the limit of a window that is outside; the ratio of
+gradient norms a layer in the first steps, where a wrong factor shows before any curve does; saturated codes a layer.
 
 The band, with `--nudged` runs of A's configuration (`train --nudge 1`, 2, ...): in each window K times the largest
 relative difference of a nudged run to A, K = 10 below 5 runs, 5 below 10, else 3, and never below 5e-5. Without them,
@@ -89,11 +89,11 @@ def read_run(folder: Path) -> Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One window: the largest difference, where, and what is allowed."""
+    """One window: its difference, what is allowed, and the first of its steps whose own difference is beyond that."""
 
     window: str
     difference: float
-    step: int
+    step: int | None
     allowed: float
 
     @property
@@ -125,11 +125,12 @@ def _against_nudged(a: Run, b: Run, nudged: list[Run], common: list[int]) -> lis
         spread = max(
             (_relative(a, run, step) for run in nudged for step in steps if step in run.loss), default=math.nan
         )
-        step = max(steps, key=lambda s: _order(_relative(a, b, s)))
-        found.append(Row(f"{first}-{end}", _relative(a, b, step), step, max(factor * spread, FLOOR)))
+        difference, allowed = max((_relative(a, b, s) for s in steps), key=_order), max(factor * spread, FLOOR)
+        found.append(Row(f"{first}-{end}", difference, _first_beyond(a, b, steps, allowed), allowed))
     tail = common[-20:]
     spread = max((_tail(a, run, tail) for run in nudged), default=math.nan)
-    return [*found, Row("tail", _tail(a, b, tail), tail[0], max(factor * spread, FLOOR))]
+    allowed = max(factor * spread, FLOOR)
+    return [*found, Row("tail", _tail(a, b, tail), _first_beyond(a, b, tail, allowed), allowed)]
 
 
 def _paired(a: Run, b: Run, common: list[int]) -> list[Row]:
@@ -138,9 +139,14 @@ def _paired(a: Run, b: Run, common: list[int]) -> list[Row]:
         steps = [step for step in common if first <= step < first + 20]
         if steps:
             ratio = sum(math.log(b.loss[s] / a.loss[s]) for s in steps) / len(steps)
-            found.append(Row(f"{first}-{steps[-1]}", abs(ratio), steps[0], PAIRED_WINDOW))
+            beyond = _first_beyond(a, b, steps, PAIRED_WINDOW)
+            found.append(Row(f"{first}-{steps[-1]}", abs(ratio), beyond, PAIRED_WINDOW))
     tail = common[-20:]
-    return [*found, Row("tail", _tail(a, b, tail), tail[0], PAIRED_TAIL)]
+    return [*found, Row("tail", _tail(a, b, tail), _first_beyond(a, b, tail, PAIRED_TAIL), PAIRED_TAIL)]
+
+
+def _first_beyond(a: Run, b: Run, steps: list[int], allowed: float) -> int | None:
+    return next((step for step in steps if not _relative(a, b, step) <= allowed), None)
 
 
 def _relative(a: Run, b: Run, step: int) -> float:
@@ -210,11 +216,22 @@ def _speed(a: Run, b: Run, unfused: Run | None) -> list[str]:
     return lines
 
 
+def _first_outside(outside: list[Row]) -> str:
+    """Of the windows that are outside, the first step that is so by itself."""
+    if not outside:
+        return "none"
+    first = min(outside, key=lambda row: math.inf if row.step is None else row.step)
+    if first.step is None:  # a mean over steps, by a hair
+        return f"steps {first.window}; no single step of them is beyond {first.allowed:.1e}"
+    return f"step {first.step} (of steps {first.window}, the first beyond {first.allowed:.1e})"
+
+
 def report(a: Run, b: Run, nudged: list[Run], unfused: Run | None = None) -> tuple[str, bool]:
     """The text for people, and whether every window is inside its band."""
     lines = [
         f"{label}: {run.folder}  {run.told.get('recipe')} {run.told.get('format')} on {run.told.get('arch')}, "
-        f"{run.told.get('ranks')} ranks, config {run.told.get('config_hash')}, {len(run.loss)} steps"
+        f"{run.told.get('ranks')} rank{'' if run.told.get('ranks') == 1 else 's'}, "
+        f"config {run.told.get('config_hash')}, {len(run.loss)} steps"
         for label, run in (("A", a), ("B", b))
     ]
     common = sorted(a.loss.keys() & b.loss.keys())
@@ -234,8 +251,7 @@ def report(a: Run, b: Run, nudged: list[Run], unfused: Run | None = None) -> tup
         for row in judged
     ]
     outside = [row for row in judged if not row.inside]
-    first = f"steps {outside[0].window} (step {outside[0].step})" if outside else "none"
-    lines += [f"first outside: {first}"]
+    lines += [f"first outside: {_first_outside(outside)}"]
     if missing := sorted(a.loss.keys() ^ b.loss.keys()):
         lines.append(f"steps that only one run has: {len(missing)}, from {missing[0]}; not compared")
     for step, ratios in gradient_ratios(a, b).items():
@@ -250,6 +266,8 @@ def report(a: Run, b: Run, nudged: list[Run], unfused: Run | None = None) -> tup
         if one or other:
             lines += ["", f"saturated codes by layer, step {step}", f"  {'':20}{'A':>12}{'B':>12}"]
             lines += [f"  {layer:20}{one.get(layer, 0):>12,}{other.get(layer, 0):>12,}" for layer in {**one, **other}]
+    if any(part for found in counts for part in found.values()) and a.told.get("ranks") != b.told.get("ranks"):
+        lines.append("  each rank counts the codes of the weights that it gathers: other ranks, other counts")
     return "\n".join([*lines, *_speed(a, b, unfused)]), not outside
 
 

@@ -18,7 +18,8 @@ Experts are assumed to be chosen equally often, so that every rank sends and rec
 router's ranks receive more or fewer; over all ranks the bytes are these.
 
 The device's arithmetic is played: on a CPU the model writes attention out in float64 (models.py); for a GPU's name it
-takes the GPU's path.
+takes the GPU's path. A recipe that the device cannot do is refused as there, and where it has no FP8 instructions every
+FLOP is one of BF16.
 
 **Simulated, not measured:** with a topology file, step time and weak scaling (tokens a rank constant). A collective
 over n ranks takes log2(n) latencies and moves (n-1)/n of its bytes (twice that for an all-reduce), at the rate of a
@@ -32,6 +33,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,9 +45,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8stack import device as devices
 from fp8stack import linear
 from fp8stack.config import ConfigError, TrainConfig
 from fp8stack.data import SYNTHETIC
+from fp8stack.device import Detected
+from fp8stack.models import HIGH_PRECISION, Transformer
 from fp8stack.parallel import World, place
 from fp8stack.utilisation import Peaks, flops_a_token, peaks_of
 
@@ -262,15 +267,53 @@ def weak_scaling(
 
 
 # --------------------------------------------------------------------------------------------------------------- report
+# SKU of utilisation.PEAKS -> arch of device.ARCHS.
+ARCH_OF = {
+    "MI300X": "gfx942",
+    "MI325X": "gfx942",
+    "MI350X": "gfx950",
+    "MI355X": "gfx950",
+    "H100 SXM": "sm_90",
+    "H200": "sm_90",
+    "B200": "sm_100",
+    "MI250X (one die)": "gfx90a",
+}
+
+
+def detected_as(device_name: str) -> Detected | None:
+    """What `device.detect` would answer on a device of this name; None where no row has it. Raises UnknownArch."""
+    peaks = peaks_of(device_name)
+    if device_name != "cpu" and not isinstance(peaks, Peaks):
+        return None
+    target = devices.lookup(ARCH_OF[peaks.sku] if isinstance(peaks, Peaks) else device_name)
+    arch = devices.lookup(os.environ.get(devices.OVERRIDE, target.name))
+    return Detected(arch, target, f"--device-name is {device_name}", simulated=arch != target)
+
+
+def _native(detected: Detected) -> bool:
+    return not detected.simulated and detected.target.native_fp8_matmul
+
+
+def _check_recipe(config: TrainConfig, detected: Detected) -> None:
+    """Refuse what a run on that device refuses, with its words: UnsupportedDtype."""
+    layers = config.size.dense_layers + 1 if config.size.experts else 1
+    with torch.device("meta"):
+        model = Transformer(dataclasses.replace(config.size, layers=min(layers, config.size.layers)))
+    linear.convert_to_float8(model, config.recipe, filter=HIGH_PRECISION, detected=detected)
+
+
 def dry_run(
     config: TrainConfig, ranks: int, device_name: str, topology_file: Path | None, make: Maker
 ) -> dict[str, Any]:
     """Everything of the header, as plain data. Raises ConfigError."""
     topology = read_topology(topology_file) if topology_file else None
     peaks = peaks_of(device_name)
+    detected = detected_as(device_name)
+    if detected is not None and config.recipe in linear.RECIPES:
+        _check_recipe(config, detected)
     measured = measure(config, ranks, "cpu" if device_name == "cpu" else "cuda", make)
-    flops = flops_a_token(config.size, config.seq, config.recipe)
     known = isinstance(peaks, Peaks)
+    flops = flops_a_token(config.size, config.seq, config.recipe, detected is None or _native(detected))
     report: dict[str, Any] = {
         "model": config.model,
         "recipe": config.recipe,
@@ -311,7 +354,8 @@ def text(report: dict[str, Any]) -> str:
     """The report for people."""
     degree = report["expert_parallel"]
     lines = [
-        f"{report['model']}, {report['layers']} layers, {report['recipe']}, {report['ranks']} ranks"
+        f"{report['model']}, {report['layers']} layers, {report['recipe']}, "
+        f"{report['ranks']} rank{'' if report['ranks'] == 1 else 's'}"
         f"{f', experts over {degree}' if degree > 1 else ''} (dry run: one rank, on fake tensors)",
         f"parameters           {report['parameters']:,}",
         f"tokens a step        {report['tokens_a_step']:,}",

@@ -4,6 +4,10 @@ Saturation and NaN counts are read off the FP8 codes themselves, after quantisat
 cast. With an amax-derived scale some codes at +-MAX are normal (the amax itself rounds there): a few in a thousand. A
 format whose maximum is wrong shows as many times that.
 
+Each rank counts what it quantises: codes of its own tokens, and those of every weight, which it gathers whole. Summed
+over ranks, activations and gradients count once and weights once a rank. So counts of runs on different numbers of
+ranks differ by themselves, and only those on equal numbers can be compared.
+
 A gradient digest is four float64 numbers a parameter: norm, mean, and the dot products with two vectors of random
 signs. A dot with random signs has the expectation 0 and the standard deviation of the norm, so two gradients with
 equal norm and both dots within a small fraction of it are equal up to that fraction with high probability; unlike a

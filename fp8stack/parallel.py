@@ -136,8 +136,8 @@ def check_degree(expert_parallel: int, ranks: int) -> None:
     """ConfigError where the degree does not divide the ranks."""
     if ranks % expert_parallel:
         raise ConfigError(
-            f"expert_parallel is {expert_parallel}, which does not divide {ranks} ranks; expected a divisor; correct "
-            "--expert-parallel"
+            f"expert_parallel is {expert_parallel}, which does not divide {ranks} rank{'' if ranks == 1 else 's'}; "
+            "expected a divisor; correct --expert-parallel"
         )
 
 

@@ -94,7 +94,7 @@ BYTES_A_PARAMETER = 16
 class StepRecord:
     """One step (from 1). Loss in nats a token, before the update; gradient norm before clipping; FP8 code counts.
 
-    The counts are None where the configuration asked for none.
+    The counts are None where the configuration asked for none. They depend on the number of ranks: metrics.py.
     """
 
     step: int
@@ -158,6 +158,7 @@ class Trainer:
         _check_shares(config, self.world.size)
         if not dry:
             _check_memory(config, self.world)
+        self.data = _text(config)
         # In a dry run tensors are fake, but not those of the meta device, on which a model is built: cutting one into
         # a thousand fake pieces takes longer than all the rest, and a mesh cannot look up ranks among fake ones.
         with unset_fake_temporarily(), torch.device("meta"):
@@ -192,7 +193,6 @@ class Trainer:
             eps=config.eps,
             fused=True,
         )
-        self.data = _text(config)
         self.step = 0  # of the last update
         self.digests = GradientDigests(self.model, random_signs)
         self.gemms: GemmCounts | None = None  # of the step that was counted
@@ -529,7 +529,8 @@ def _check_shares(config: TrainConfig, ranks: int) -> None:
     parallel.check_degree(config.expert_parallel, ranks)
     if config.batch % (ranks * config.accumulate):
         raise ConfigError(
-            f"batch {config.batch} cannot be shared by {ranks} ranks in {config.accumulate} microbatches each; "
+            f"batch {config.batch} cannot be shared by {ranks} rank{'' if ranks == 1 else 's'} in "
+            f"{config.accumulate} microbatches each; "
             f"expected a multiple of {ranks * config.accumulate}; change --batch or --accumulate"
         )
 

@@ -40,7 +40,7 @@ def test_the_band_of_nudged_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert compare.main([str(a), str(near), *with_band]) == 0
     assert "first outside: none" in capsys.readouterr().out
     assert compare.main([str(a), str(far), *with_band]) == 1
-    assert "first outside: steps 21-50" in capsys.readouterr().out
+    assert "first outside: step 31 (of steps 21-50, the first beyond" in capsys.readouterr().out
     judged = rows(read_run(a), read_run(near), [read_run(folder) for folder in nudged])
     assert [row.window for row in judged] == ["1-1", "2-5", "6-10", "11-20", "21-50", "51-100", "tail"]
     assert judged[0].allowed == pytest.approx(1e-4)
@@ -56,6 +56,27 @@ def test_without_a_band(tmp_path: Path) -> None:
     )
     assert all(row.inside for row in rows(a, noise, []))
     assert [row.window for row in rows(a, late, []) if not row.inside] == ["41-60"]
+
+
+def test_the_first_step_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the window's first step nor that of the largest difference: a drift from step 47, largest at step 60."""
+    a = _write(tmp_path / "a", STRAIGHT)
+    drift = {46: 3e-3, **dict.fromkeys(range(47, 59), 4e-3), 59: 9e-3}
+    b = _write(tmp_path / "b", [x * (1 + drift.get(n, 0.0)) for n, x in enumerate(STRAIGHT)])
+    same = _write(tmp_path / "same", STRAIGHT)
+    assert compare.main([str(a), str(b)]) == 1
+    assert "first outside: step 47 (of steps 41-60, the first beyond 2.0e-03)" in capsys.readouterr().out
+    assert compare.main([str(a), str(b), "--nudged", str(same)]) == 1
+    assert "first outside: step 47 (of steps 21-50, the first beyond 5.0e-05)" in capsys.readouterr().out
+
+
+def test_counts_of_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That saturation counts depend on the number of ranks is said where the runs differ in it, and only there."""
+    told = {"saturated_by_layer": {"1": {"layers.0.attention.wq": 5}}}
+    one, two = (_write(tmp_path / str(n), STRAIGHT, {**told, "ranks": n}) for n in (1, 2))
+    for other, said in ((two, True), (one, False)):
+        assert compare.main([str(one), str(other)]) == 0
+        assert ("other ranks, other counts" in capsys.readouterr().out) == said
 
 
 def test_nan_is_outside(tmp_path: Path) -> None:
@@ -123,7 +144,7 @@ def test_a_run_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         stream.write('{"step": 3, "lo')
     assert compare.main([str(out), str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "rowwise e4m3fn on cpu, 1 ranks" in shown
+    assert "rowwise e4m3fn on cpu, 1 rank," in shown
     assert "gradient norm B / A by layer, step 2" in shown
     assert "saturated codes by layer, step 2" in shown
 

@@ -12,7 +12,9 @@ import pytest
 
 from fp8stack import dryrun, train
 from fp8stack.config import ConfigError, TrainConfig
+from fp8stack.device import ARCHS
 from fp8stack.dryrun import Measured, Topology, read_topology, weak_scaling
+from fp8stack.utilisation import PEAKS
 from suites.unit import ranks
 
 SHORT = TrainConfig(steps=2, batch=4, seq=16, device="cpu", layers=2, digests=False)
@@ -214,6 +216,45 @@ def test_report(name: str, rates: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert rates in out
     assert "FLOPs a token        57,912,852,480" in out
     assert "SIMULATED" not in out
+
+
+def test_every_device_has_an_arch() -> None:
+    """The devices whose peak rates are known are those whose arch is."""
+    assert set(dryrun.ARCH_OF) == {peaks.sku for peaks in PEAKS}
+    assert set(dryrun.ARCH_OF.values()) <= set(ARCHS)
+
+
+@pytest.mark.parametrize("model", [pytest.param(name, id=name) for name in ("llama3-8b", "dsv3-16b")])
+def test_a_recipe_that_the_device_cannot_do(model: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """MX formats on FNUZ hardware: refused with the words of a real run, exit 2; taken where the device has OCP's."""
+    _measured(monkeypatch)
+    arguments = ["--dry-run", "--world-size", "8", "--model", model, "--batch", "8", "--recipe", "mxfp8"]
+    assert train.main([*arguments, "--device-name", "AMD Instinct MI300X"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert "recipe 'mxfp8' has E8M0 scales, which no e4m3fnuz" in err
+    assert train.main([*arguments, "--device-name", "AMD Instinct MI355X"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "fp8"),
+    [
+        pytest.param("AMD Instinct MI250X", None, False, id="no-instructions"),
+        pytest.param("cpu", None, False, id="cpu"),
+        pytest.param("AMD Instinct MI300X", None, True, id="native"),
+        pytest.param("AMD Instinct MI300X", "sm_90", False, id="simulated"),
+    ],
+)
+def test_flops_in_fp8(name: str, override: str | None, fp8: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """FP8 FLOPs are those of FP8 instructions: none where FP8 is simulated; the total is the same."""
+    _measured(monkeypatch)
+    if override:
+        monkeypatch.setenv("FP8STACK_ARCH", override)
+    arguments = ["--dry-run", "--world-size", "8", "--model", "llama3-8b", "--batch", "8", "--seq", "8192"]
+    assert train.main([*arguments, "--recipe", "rowwise", "--json", "--device-name", name]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["flops_a_token_fp8"] > 0) == fp8
+    assert report["flops_a_token"] == 57_912_852_480
 
 
 def test_simulation_is_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:

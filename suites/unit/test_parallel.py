@@ -242,7 +242,7 @@ def test_gradients_of_experts(size: int, degree: int, alone: tuple[list[Any], di
 
 def test_expert_parallel_needs_ranks() -> None:
     """A degree that does not divide the ranks is refused by the option's name."""
-    with pytest.raises(train.ConfigError, match=r"expert_parallel is 2, which does not divide 1 ranks.*--expert-par"):
+    with pytest.raises(train.ConfigError, match=r"expert_parallel is 2, which does not divide 1 rank;.*--expert-par"):
         Trainer(dataclasses.replace(EXPERTS, expert_parallel=2))
 
 

@@ -379,6 +379,21 @@ def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert file.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
+@pytest.mark.parametrize("size", [pytest.param(None, id="missing"), pytest.param(20, id="short")])
+def test_tokens_are_looked_at_first(size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of tokens that is not there or too short is refused before any weight is made."""
+    file = tmp_path / "tokens"
+    if size is not None:
+        file.write_bytes(bytes(size))
+
+    def made(*_: object) -> None:
+        raise AssertionError("a model was made")
+
+    monkeypatch.setattr(train, "Transformer", made)
+    with pytest.raises(train.DataError, match="tokens"):
+        Trainer(short(data=str(file)))
+
+
 BAD = {
     "recipe": (["--recipe", "fp9"], "recipe 'fp9'"),
     "model": (["--model", "llama9"], "model 'llama9'"),
@@ -408,7 +423,7 @@ BAD = {
     "expert-parallel-0": (["--expert-parallel", "0"], "correct --expert-parallel"),
     "expert-parallel-dense": (["--expert-parallel", "2"], "has no experts"),
     "expert-parallel-experts": (["--model", "dsv3-tiny", "--expert-parallel", "3"], "does not divide the 8 experts"),
-    "expert-parallel-ranks": (["--model", "dsv3-tiny", "--expert-parallel", "2"], "does not divide 1 ranks"),
+    "expert-parallel-ranks": (["--model", "dsv3-tiny", "--expert-parallel", "2"], "does not divide 1 rank;"),
     "expert-parallel-dry": (
         ["--model", "dsv3-tiny", "--expert-parallel", "8", "--dry-run", "--world-size", "4"],
         "--expert-parallel",

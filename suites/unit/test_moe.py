@@ -398,8 +398,9 @@ def test_mxfp8_experts() -> None:
     """mxfp8 is for OCP formats and sizes of 32; codes of both ways, scales a block, groups padded to 128."""
 
     def plan_of(arch: str) -> Plan:
-        recipe = replace(RECIPES["rowwise"], name="mxfp8")
-        return Plan(recipe, moe.formats.get(device.lookup(arch).e4m3), moe.formats.get(device.lookup(arch).e5m2))
+        return Plan(
+            RECIPES["mxfp8"], moe.formats.get(device.lookup(arch).e4m3), moe.formats.get(device.lookup(arch).e5m2)
+        )
 
     experts, odd = filled(GroupedExperts(3, 64, 96)), GroupedExperts(3, 64, 48)
     assert experts.refuses(plan_of("gfx942")) == "mxfp8 is for OCP formats, this arch has e4m3fnuz"

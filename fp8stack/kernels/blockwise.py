@@ -113,6 +113,9 @@ BLOCKWISE_CONFIGS: dict[tuple[str, str], BlockwiseConfig] = {
     ("gfx942", "1x128"): BlockwiseConfig(32, 256, 1, 2, 0, "not timed: gfx942/sweep-blockwise_1x128.json"),
     ("gfx942", "128x128"): BlockwiseConfig(128, 256, 1, 16, 0, "not timed: gfx942/sweep-blockwise_128x128.json"),
     ("gfx942", "128x1-turned"): BlockwiseConfig(128, 32, 4, 1, 0, "not timed: gfx942/sweep-blockwise_128x1.json"),
+    ("gfx950", "1x128"): BlockwiseConfig(32, 256, 1, 2, 0, "not timed: gfx950/sweep-blockwise_1x128.json"),
+    ("gfx950", "128x128"): BlockwiseConfig(128, 256, 1, 16, 0, "not timed: gfx950/sweep-blockwise_128x128.json"),
+    ("gfx950", "128x1-turned"): BlockwiseConfig(128, 32, 4, 1, 0, "not timed: gfx950/sweep-blockwise_128x1.json"),
     ("sm_90", "1x128"): BlockwiseConfig(2, 2048, 1, 4, 4, "0.95 to 1.02 of a copy: h200/sweep-blockwise_1x128.json"),
     ("sm_90", "128x128"): BlockwiseConfig(
         128, 128, 1, 16, 0, "0.90 to 0.92 of a copy: h200/sweep-blockwise_128x128.json"

@@ -104,6 +104,7 @@ COLWISE_CONFIGS: dict[tuple[str, str], ColwiseConfig] = {
     # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
     ("gfx942", "e<=32"): ColwiseConfig(32, 1024, 16, 1, 4, 2, "not timed: gfx942/sweep-colwise.json"),
     ("gfx942", "e>32"): ColwiseConfig(64, 256, 16, 1, 2, 4, "not timed: gfx942/sweep-colwise.json"),
+    ("gfx950", "e<=32"): ColwiseConfig(32, 1024, 16, 1, 4, 2, "not timed: gfx950/sweep-colwise.json"),
     ("sm_90", "e<=32"): ColwiseConfig(64, 512, 16, 2, 8, 1, "0.63 of a copy: h200/sweep-colwise.json"),
     ("sm_90", "e>32"): ColwiseConfig(32, 256, 16, 1, 2, 6, "0.53 to 0.63 of a copy: h200/sweep-colwise.json"),
     # End of the swept rows.

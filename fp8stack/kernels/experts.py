@@ -112,6 +112,12 @@ TRANSPOSED_CONFIGS: dict[tuple[str, str], TransposedConfig] = {
     ("gfx942", "n<=8192"): TransposedConfig(
         64, 256, 8, 1, 4, 0, False, "not timed: gfx942/sweep-experts_transposed.json"
     ),
+    ("gfx950", "n<=2048"): TransposedConfig(
+        64, 256, 8, 1, 4, 0, False, "not timed: gfx950/sweep-experts_transposed.json"
+    ),
+    ("gfx950", "n<=8192"): TransposedConfig(
+        64, 256, 8, 1, 4, 0, False, "not timed: gfx950/sweep-experts_transposed.json"
+    ),
     ("sm_90", "n<=2048"): TransposedConfig(
         64, 512, 16, 0, 8, 0, True, "0.71 of a copy: h200/sweep-experts_transposed.json"
     ),
@@ -166,6 +172,12 @@ BOTH_CONFIGS: dict[tuple[str, str], BothConfig] = {
     ),
     ("gfx942", "k<=8192"): BothConfig(
         64, 1, 4096, 4, False, False, 1024, 32, 8, 4, 0, "not timed: gfx942/sweep-experts_both.json"
+    ),
+    ("gfx950", "k<=2048"): BothConfig(
+        64, 2, 2048, 2, True, False, 256, 64, 16, 2, 0, "not timed: gfx950/sweep-experts_both.json"
+    ),
+    ("gfx950", "k<=8192"): BothConfig(
+        64, 1, 4096, 4, True, False, 256, 64, 16, 2, 0, "not timed: gfx950/sweep-experts_both.json"
     ),
     ("sm_90", "k<=2048"): BothConfig(
         32, 4, 2048, 4, True, False, 256, 64, 16, 4, 0, "0.63 to 0.64 of a copy: h200/sweep-experts_both.json"

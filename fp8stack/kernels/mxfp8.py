@@ -99,6 +99,8 @@ MXFP8_CONFIGS: dict[tuple[str, str], Mxfp8Config] = {
     # Swept, and in place of the rows above: written by `python -m suites.perf.tables --write`.
     ("gfx942", "columns"): Mxfp8Config(128, 32, 4, 1, 0, "not timed: gfx942/sweep-mxfp8_columns.json"),
     ("gfx942", "rows"): Mxfp8Config(32, 256, 1, 2, 0, "not timed: gfx942/sweep-mxfp8_rows.json"),
+    ("gfx950", "columns"): Mxfp8Config(128, 32, 4, 1, 0, "not timed: gfx950/sweep-mxfp8_columns.json"),
+    ("gfx950", "rows"): Mxfp8Config(32, 256, 1, 2, 0, "not timed: gfx950/sweep-mxfp8_rows.json"),
     ("sm_90", "columns"): Mxfp8Config(128, 64, 16, 2, 0, "0.88 to 0.91 of a copy: h200/sweep-mxfp8_columns.json"),
     ("sm_90", "rows"): Mxfp8Config(2, 2048, 1, 4, 4, "0.98 to 1.06 of a copy: h200/sweep-mxfp8_rows.json"),
     # End of the swept rows.

@@ -108,6 +108,15 @@ ROWWISE_AND_COLWISE_CONFIGS: dict[tuple[str, str], BothConfig] = {
     ("gfx942", "e>32 k<=8192"): BothConfig(
         32, 1, 4096, 4, True, False, 256, 64, 16, 2, 0, "not timed: gfx942/sweep-rowwise_and_colwise.json"
     ),
+    ("gfx950", "e<=32 k<=8192"): BothConfig(
+        64, 1, 8192, 8, False, False, 256, 64, 16, 2, 0, "not timed: gfx950/sweep-rowwise_and_colwise.json"
+    ),
+    ("gfx950", "e>32 k<=2048"): BothConfig(
+        32, 1, 4096, 4, True, True, 256, 64, 16, 2, 0, "not timed: gfx950/sweep-rowwise_and_colwise.json"
+    ),
+    ("gfx950", "e>32 k<=8192"): BothConfig(
+        32, 1, 4096, 4, True, False, 256, 64, 16, 2, 0, "not timed: gfx950/sweep-rowwise_and_colwise.json"
+    ),
     ("sm_90", "e<=32 k<=8192"): BothConfig(
         64, 1, 2048, 4, False, False, 512, 32, 16, 4, 4, "0.54 of a copy: h200/sweep-rowwise_and_colwise.json"
     ),

@@ -95,6 +95,9 @@ TENSORWISE_CONFIGS: dict[tuple[str, str], TensorwiseConfig] = {
     ("gfx942", "row"): TensorwiseConfig(
         16384, 4, False, 1, 8192, 1, 4, 0, False, "not timed: gfx942/sweep-tensorwise.json"
     ),
+    ("gfx950", "row"): TensorwiseConfig(
+        16384, 4, False, 1, 8192, 1, 4, 0, False, "not timed: gfx950/sweep-tensorwise.json"
+    ),
     ("sm_90", "row"): TensorwiseConfig(
         32768, 16, False, 1, 4096, 1, 4, 0, False, "0.98 to 1.03 of a copy: h200/sweep-tensorwise.json"
     ),

@@ -7,9 +7,10 @@ there; suites/unit/test_tables.py makes them again and compares.
 
 Which row. Of several files for a (target, size class) one with times decides before one with static ranks, and of the
 ops that share a table the first one in sweep.SPACES. In that file: the best compromise of the class that breaks no
-rule of machine code. `--write` compiles each row that the table does not have yet, in every format and input type that
-the codegen suite compiles the kernel for; what breaks a rule goes into the file, under `refused` with the reason, and
-the next best is tried. `--check` compiles the others too: run it with another Triton to have its opinion.
+rule of machine code. `--write` compiles each row that the table does not have yet, for every op of the table, in every
+format and input type that the codegen suite compiles its kernels for; what breaks a rule goes into the file, under
+`refused` with the reason, and the next best is tried; where all are refused the row by hand stays. `--check` compiles
+the others too: run it with another Triton to have its opinion.
 """
 
 from __future__ import annotations
@@ -57,16 +58,10 @@ class Swept:
     classes: dict[str, list[Candidate]]
     refused: list[dict[str, Any]]
 
-    def chosen(self, size_class: str) -> Candidate:
-        """The best candidate that was not refused."""
+    def chosen(self, size_class: str) -> Candidate | None:
+        """The best candidate that was not refused; None where all were: the row by hand stays."""
         no = [row["config"] for row in self.refused if row["size_class"] == size_class]
-        left = [candidate for candidate in self.classes[size_class] if candidate.config not in no]
-        if not left:
-            raise LookupError(
-                f"{self.path} has no configuration left for {size_class}: all {len(no)} were refused; expected one "
-                "that breaks no rule of machine code; sweep more of them (--most)"
-            )
-        return left[0]
+        return next((candidate for candidate in self.classes[size_class] if candidate.config not in no), None)
 
 
 def _shares(shares: Sequence[float]) -> str:
@@ -149,7 +144,8 @@ def swept(space: sweep.Space, found: Sequence[Swept]) -> dict[Key, Any]:
     rows = {}
     for key, one in deciding(space, found).items():
         chosen = one.chosen(key[1])
-        rows[key] = space.make(**chosen.config, measured=f"{chosen.said}: {one.path.parent.name}/{one.path.name}")
+        if chosen is not None:
+            rows[key] = space.make(**chosen.config, measured=f"{chosen.said}: {one.path.parent.name}/{one.path.name}")
     return rows
 
 
@@ -179,14 +175,35 @@ def replaced(source: str, table: str, block: Sequence[str]) -> str:
     return "\n".join([*text[:first], *inside, *block, *text[last:]])
 
 
+def _jobs(one: Swept, size_class: str, config: dict[str, int]) -> list[static.Job]:
+    """What a row has to compile to: every op that the table is for, at the file's shapes or else at the op's own.
+
+    In bf16 and the arch's format at each shape, and at the first one as the codegen suite compiles the kernels.
+    """
+    arch, jobs = device.lookup(one.target), []
+    for op, space in sweep.SPACES.items():
+        if space.rows is not sweep.SPACES[one.op].rows:
+            continue
+        shapes = one.shapes[size_class] if op == one.op else space.shapes
+        made = [
+            static.Job(op, shape, "bf16", space.fmt(arch), config, arch.name)
+            for shape in shapes
+            if space.size_class(shape) == size_class
+        ]
+        jobs += [*(static.variants(made[0]) if made else []), *made[1:]]
+    return jobs
+
+
 def _broken(one: Swept, size_class: str, config: dict[str, int], jobs: int) -> tuple[list[str], str]:
-    """What rules of machine code a configuration breaks, and the Triton that says so."""
-    shapes, arch = one.shapes[size_class], device.lookup(one.target)
-    fmt = sweep.SPACES[one.op].fmt(arch)
-    first, *others = [static.Job(one.op, shape, "bf16", fmt, config, arch.name) for shape in shapes]
-    answers = static.compile_all([*static.variants(first), *others], jobs)
-    told = [message for answer in answers for code in answer.codes for message in code.broken]
-    return [*(answer.refused for answer in answers if answer.refused), *told], answers[0].triton
+    """What rules of machine code a configuration breaks, where, and the Triton that says so."""
+    asked = _jobs(one, size_class, config)
+    answers = static.compile_all(asked, jobs)
+    told = []
+    for job, answer in zip(asked, answers, strict=True):
+        where = f"{job.op} {'x'.join(map(str, job.shape))} {job.fmt} {job.dtype}"
+        messages = [answer.refused, *(message for code in answer.codes for message in code.broken)]
+        told += [f"{where}: {message}" for message in messages if message]
+    return told, answers[0].triton
 
 
 def _refuse(one: Swept, row: dict[str, Any]) -> None:
@@ -201,7 +218,11 @@ def settle(space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool) -
     """Compile the rows that are not in the table yet, or every one, and note what is refused; says what it does."""
     for key, one in deciding(space, found).items():
         while True:
-            config = one.chosen(key[1]).config
+            chosen = one.chosen(key[1])
+            if chosen is None:
+                yield f"{one.op} {' '.join(key)}: all of {len(one.classes[key[1]])} were refused: the row by hand stays"
+                break
+            config = chosen.config
             if config == sweep.fields(space.rows[key]) and not every:
                 break
             broken, triton = _broken(one, key[1], config, jobs)
@@ -215,13 +236,15 @@ def settle(space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool) -
 def shared(space: sweep.Space, found: Sequence[Swept]) -> Iterator[str]:
     """How the swept rows do for the other ops that share them, a line each."""
     for (target, name), decided in deciding(space, found).items():
-        config = decided.chosen(name).config
+        chosen = decided.chosen(name)
+        if chosen is None:
+            continue
         for other in found:
             ours = other.target == target and sweep.SPACES[other.op].rows is space.rows
             if other is decided or not other.timed or not ours:
                 continue
             for candidate in other.classes.get(name, ()):
-                if candidate.config == config:
+                if candidate.config == chosen.config:
                     slowdown = f"{candidate.slowdown:.3f} of its best"
                     yield f"{other.op} {target} {name}: {slowdown} with the row that {decided.op} decided"
 

@@ -129,17 +129,18 @@ def _work(root: Path, platform: Platform, suite: str, case: str | None) -> float
 
 
 def _workers(platform: Platform, suite: str, work: float, beside: float, gpus: int, cores: int) -> int:
-    """Test processes of a suite: its part of the work that runs side by side, in cores, rounded up.
+    """Test processes of a suite: its part of the work that runs side by side, in cores, rounded up, and one more.
 
-    Rounding up puts a process or two more than cores on the machine. Each has one thread, so they only take turns, and
-    no core stands still when the shorter suite has ended.
+    That puts a few processes more than cores on the machine. Each has one thread, so they only take turns, and no core
+    stands still when the suites beside it have ended early: those that compile take a third of the time when Triton's
+    cache knows their kernels.
     """
     share = platforms.EXECUTION[platform.vendor, suite].workers
     if share == "gpus":
         return max(1, gpus)
     if share == "one" or work < SHORT:
         return 1
-    return min(cores, math.ceil(cores * work / beside))
+    return min(cores, math.ceil(cores * work / beside) + (work < beside))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,15 @@ def test_the_longer_suite_gets_the_workers(tmp_path: Path) -> None:
     assert {job.suite: job.workers for lane in laid for job in lane} == {"numerics": 2, "codegen": 1}
 
 
+def test_long_suites_side_by_side_take_turns(tmp_path: Path) -> None:
+    """Three long suites on two cores have two workers each: whichever ends early, no core stands still."""
+    ids = [f"{suite}/test_a::test_b[case-{n}]" for suite in CPU.suites for n in range(400)]
+    laid = jobs(tiny_checkout.make(tmp_path, {}, ids), CPU.suites)
+    assert {job.suite: job.workers for lane in laid for job in lane} == dict.fromkeys(CPU.suites, 2)
+    wide = jobs(tiny_checkout.make(tmp_path / "wide", {}, ids), CPU.suites, cores=64)
+    assert sum(job.workers for lane in wide for job in lane) <= 64 + 2 * len(CPU.suites)
+
+
 def test_nothing_to_do_is_laid_out_too(tmp_path: Path) -> None:
     """A case that the manifest does not know: every suite is asked, on one process each."""
     laid = jobs(tiny_checkout.make(tmp_path, {}, MANY), CPU.suites, case="nothing*", cores=16)

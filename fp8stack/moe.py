@@ -21,7 +21,8 @@ every tensor is wanted in two ways, and reading it is what costs (a quantisation
           a byte a weight and layer until the backward pass; by default W is read again ("weight")
 
 w1 and w3 multiply the same x, which is quantised once for both. All that one product wants is quantised in one launch
-(together.py), so a layer has two launches that quantise in the forward pass, and two in the backward pass:
+(together.py), so a layer has two launches that quantise in the forward pass, and two in the backward pass; not on an
+H200, where a table says otherwise:
 
     forward     rows of x, w1 and w3, columns of x        then     rows of the middle and w2, columns of the middle
     backward    dY both ways, w2 transposed               then     gradients of gate and up both ways, w1, w3 transposed

@@ -465,8 +465,7 @@ def _quantize_colwise_grouped_pair_kernel(
     NATIVE: tl.constexpr,
     NATIVE_NAN: tl.constexpr,
 ):
-    # The blocks of both tensors for one group, then those for the next. One copy of the code: two take twice as long to
-    # compile.
+    # The blocks of both tensors for one group, then those for the next; one copy of the code, which compiles once.
     block, group = tl.program_id(0), tl.program_id(1)
     start, size, padded_start, padded_size, total = groups.bounds(offs, group, M, E, LANES, ALIGNMENT)
     if block == 0:

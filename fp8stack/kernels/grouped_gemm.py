@@ -17,8 +17,9 @@ Backends, of which a table picks one (_TABLE) and `launch.recording()` tells whi
 
     torch       torch._scaled_grouped_mm, torch._grouped_mm: hipBLASLt or Composable Kernel, CUTLASS. e4m3 by e4m3, bf16
                 out. UNCALIBRATED on ROCm: what it is called with is tested, it has not run on such a GPU here
-    triton      our own kernel (grouped_kernel.py): every target, pair of formats and output. On an H200 it is 1.2 to
-                1.4 times as fast as torch's, along the contraction in groups of whole steps (preferred_alignment)
+    triton      our own kernel (grouped_kernel.py): every target, pair of formats and output. On an H200 it is 1.08 to
+                1.42 times as fast as torch's (baselines/LOG.md), along the contraction in groups of whole steps
+                (preferred_alignment)
     reference   any device and size: float64 sums rounded to float32, then one inverse scale, the other, one rounding
     simulated   for a format that the hardware lacks, only while FP8STACK_ARCH asks for it: the codes decoded to bf16,
                 which holds every FP8 value exactly, multiplied with float32 output by our kernel

@@ -12,8 +12,8 @@ Three launches: the rows, `span` of one group at a time, which leave behind the 
 tiles of one group, the last tile first: what the rows read last is still in the cache. How a tile is spread over
 threads is colwise.py's matter, and so are gaps and NaN.
 
-Where the table says apart, rowwise.py and colwise.py launch their own kernels instead: 2*M*K bytes more, two launches
-fewer programs that end early, and faster for many groups of narrow rows on an H200.
+Where the table says apart, rowwise.py and colwise.py launch their own kernels instead: 2*M*K bytes more, but two
+launches in place of three. On an H200 that is faster for more than 32 groups (baselines/LOG.md).
 
 How many rows a group has is known on the device only. A launch has as many programs as the worst offs need; those that
 are left over stop. A program for rows finds its group by counting the programs of the groups before: a scan and some
@@ -492,7 +492,8 @@ def quantize_rowwise_and_colwise(
     pow2: bool = True,
     alignment: int = groups.MULTIPLE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What quantize_rowwise(x) and quantize_colwise_grouped(x, offs) return, in this order, with one read less.
+    """What quantize_rowwise(x) and quantize_colwise_grouped(x, offs) return, in this order; with one read less where that is
+    faster (BothConfig.apart).
 
     x: (M, K), bfloat16 or float32, any strides. The rest as quantize_colwise_grouped.
     Returns row codes (M, K) and their inverse scale (M,); column codes (M_pad, K), their inverse scale (E, K), and

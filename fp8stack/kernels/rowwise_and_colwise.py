@@ -492,8 +492,9 @@ def quantize_rowwise_and_colwise(
     pow2: bool = True,
     alignment: int = groups.MULTIPLE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What quantize_rowwise(x) and quantize_colwise_grouped(x, offs) return, in this order; with one read less where that is
-    faster (BothConfig.apart).
+    """What quantize_rowwise(x) and quantize_colwise_grouped(x, offs) return, in this order.
+
+    With one read less where that is faster (BothConfig.apart).
 
     x: (M, K), bfloat16 or float32, any strides. The rest as quantize_colwise_grouped.
     Returns row codes (M, K) and their inverse scale (M,); column codes (M_pad, K), their inverse scale (E, K), and

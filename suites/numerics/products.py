@@ -19,9 +19,9 @@ Record = Callable[[str, object], None]
 
 # Accumulation error allowed, relative to sum |a| |b|. The reference rounds a float64 sum, and multiplies twice. Sums of
 # a few hundred terms in float32 elsewhere, but that the FP8 matrix units of sm_90 keep about 14 bits of a sum, between
-# promotions to float32 or, with fast accumulation, to the end. "fp8-exact": each 128 or 256 terms promoted, of one sign,
-# however many; by a model of such a unit 2^-10.3 at 2048 terms, and 2^-4.7 with fast accumulation. UNCALIBRATED: on
-# an H200 torch's dense product took 0.84 of "fp8" at most, ours up to 1.10 in 5 of 31,200 sums, which is red there.
+# promotions to float32 or, with fast accumulation, to the end. "fp8-exact": thousands of terms of one sign, promoted
+# every 128 or 256 of them; by a model of such a unit 2^-10.3 at 2048 terms, and 2^-4.7 with fast accumulation.
+# UNCALIBRATED: on an H200 torch's dense product took 0.84 of "fp8" at most, ours up to 1.10 in 5 of 31,200 sums: red.
 ACCUMULATION = {"reference": 2.0**-22, "float32": 2.0**-18, "fp8": 2.0**-11, "fp8-exact": 2.0**-9}
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 

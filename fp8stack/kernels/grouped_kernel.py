@@ -137,7 +137,7 @@ GROUPED_CONFIGS: dict[tuple[str, str], GroupedConfig] = {
         1,
         "0.98 to 1.17x torch with fast accumulation: h200/grouped_gemm-fp8-exact-rows.json",
     ),
-    # Specialised loops were 5 to 12 % faster here, but Triton 3.6 makes wrong sums of some of their siblings, and
+    # Specialised loops were 5 to 13 % faster here, but Triton 3.6 makes wrong sums of some of their siblings, and
     # without whole steps such a row is four warps that spill.
     ("sm_90", "contraction fp8"): GroupedConfig(
         128,

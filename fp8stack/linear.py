@@ -217,11 +217,20 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
+def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in dtype, for results of autograd functions: x itself, without a call of `to`, where it is that already.
+
+    torch.compile of torch 2.11 loses the gradient of an autograd function whose forward returns what a `to` without
+    effect returned: every gradient before it is zero, and nothing says so.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a (M,K) @ b (K,N) [+ bias (N)] -> (M,N) in out_dtype, for operands that `widened` returned."""
     with without_autocast(a):
         total = a @ b if bias is None else torch.addmm(bias.to(a.dtype), a, b)
-    return total.to(out_dtype)
+    return in_dtype(total, out_dtype)
 
 
 class _HighPrecisionLinear(torch.autograd.Function):
@@ -389,7 +398,7 @@ def _gemm(
     # The meta device has no backend; the shapes and the dtype are the same by each.
     if out_dtype == torch.float32 and a.device.type != "meta" and choose_backend(a, b.t()) == "torch":
         inner = torch.bfloat16 if inverse_a.ndim else torch.float32
-        y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum).to(out_dtype)
+        y = in_dtype(scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum), out_dtype)
         return y if bias is None else y + bias
     return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
 

@@ -76,7 +76,7 @@ class CodeCounter:
         """Add `codes` (any shape, one byte an element) to the counts."""
         if table.name not in self._masks:
             self.prepare(codes.device, table)
-        _count_codes(codes.detach().view(torch.uint8), self._masks[table.name], self.totals[backward])
+        _count_codes(codes.detach().view(torch.uint8), self._masks[table.name], self.totals[int(backward)])
 
     def take(self) -> tuple[int, int]:
         """(codes at +-MAX, NaN codes) since the last call; starts again from zero."""

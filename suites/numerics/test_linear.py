@@ -23,7 +23,8 @@ from fp8stack.device import OVERRIDE, detect
 from fp8stack.kernels import launch, scaled_kernel
 from fp8stack.kernels.blockwise import UNITS, quantize_blockwise_reference
 from fp8stack.kernels.mxfp8 import quantize_mxfp8_reference
-from fp8stack.linear import RECIPES, Cast, Float8Linear, Gemm, convert_to_float8
+from fp8stack.linear import RECIPES, Cast, Float8Linear, Gemm, Linear, convert_to_float8
+from fp8stack.metrics import CodeCounter
 from fp8stack.scaling import quantize_reference
 from suites.compare import assert_bits_equal, assert_sqnr, values
 from suites.numerics.thresholds import BLOCKWISE_DB, LINEAR_FLOORS, LINEAR_SIZES, LINEAR_SQNR_DB
@@ -373,3 +374,42 @@ def test_nan_row(recipe: str, fmt: str, suffix: str, dialect: str, device: str, 
     assert bool(y[5].isnan().all())
     rest = [row for row in range(32) if row != 5]
     assert_bits_equal(clean[rest].detach(), y[rest].detach(), "other rows")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="kernels in a graph; on a CPU unit/test_linear.py compiles layers"
+)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        pytest.param(recipe, dtype, id=f"linear-{recipe}-{name}-compiled")
+        for recipe in ("bf16", *RECIPES)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+    ],
+)
+def test_compiled(recipe: str, dtype: torch.dtype, device: str, seed: int) -> None:
+    """A layer as one graph gives the eager bits, all gradients included; recipe bf16 is the layer not converted.
+
+    Without Inductor, which sums in another order. Compilers lose gradients without a word: linear.in_dtype says how.
+    """
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        layers = nn.Sequential(Linear(K, N)).to(device, dtype)
+        with torch.no_grad():
+            for place, parameter in enumerate(layers.parameters()):
+                parameter.copy_(normal(tuple(parameter.shape), device, seed + place) * 0.1)
+        if recipe != "bf16":
+            counter = CodeCounter()
+            counter.prepare(
+                torch.device(device), *(formats.get(name) for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
+            )
+            convert_to_float8(layers, recipe, counter=counter)
+        x = normal((M, K), device, seed + 2).to(dtype).requires_grad_()
+        call = torch.compile(layers[0], fullgraph=True, dynamic=False, backend="aot_eager") if compiled else layers[0]
+        y = call(x)
+        y.backward(normal((M, N), device, seed + 3).to(dtype))
+        found.append((y.detach(), x.grad, layers[0].weight.grad, layers[0].bias.grad))
+    for what, eager, graph in zip(("output", "input", "weight", "bias"), *found, strict=True):
+        assert bool(eager.count_nonzero()), f"{what} is zero"
+        assert_bits_equal(eager, graph, f"{recipe}, {what}")

@@ -505,6 +505,36 @@ def test_compiled(
         assert_bits_equal(other, one, what)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="kernels in a graph; on a CPU unit/test_moe.py compiles a layer"
+)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, id=f"moe-{name}-layer-compiled") for name in ("bf16", "rowwise")]
+)
+def test_compiled_layer(recipe: str, device: str, seed: int) -> None:
+    """Router, experts and shared expert as one graph: the eager bits, every gradient included; bf16 is not converted.
+
+    Without Inductor, which sums in another order.
+    """
+    torch._dynamo.reset()
+    found: list[dict[str, torch.Tensor]] = []
+    for compiled in (False, True):
+        layer = MoE(64, 48, Routing(8, 2, "sigmoid", normalise=True, scale=2.5), shared=1).to(device, torch.bfloat16)
+        layer.router.reset()
+        with torch.no_grad():
+            for place, parameter in enumerate(layer.parameters()):
+                parameter.copy_(normal(tuple(parameter.shape), device, seed + place) * 0.1)
+        if recipe != "bf16":
+            convert_to_float8(nn.Sequential(layer), recipe)
+        x = normal((40, 64), device, seed).requires_grad_()
+        y = (torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else layer)(x)
+        y.backward(normal((40, 64), device, seed + 20))
+        found.append({"output": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    for what, eager in found[0].items():
+        assert bool(eager.count_nonzero()), f"{what} is zero"
+        assert_bits_equal(eager, found[1][what], f"{recipe}, {what}")
+
+
 def test_the_twin_is_exact(device: str, seed: int, record_property: Record) -> None:
     """high_precision_grouped_mm: output and gradients are the bf16 products, rounded once; the oracle's oracle."""
     m = sum(SIZES) + TAIL

@@ -35,6 +35,7 @@ CURVES: dict[str, tuple[str, str, str, str]] = {
     "llama3-tiny-rowwise-e4m3fn": ("llama3-tiny", "rowwise", "gfx950", "e4m3fn"),
     "llama3-tiny-rowwise-e4m3fnuz": ("llama3-tiny", "rowwise", "gfx942", "e4m3fnuz"),
     "llama3-tiny-rowwise_with_gw_hp-e4m3fnuz": ("llama3-tiny", "rowwise_with_gw_hp", "gfx942", "e4m3fnuz"),
+    "llama3-tiny-tensorwise-e4m3fnuz": ("llama3-tiny", "tensorwise", "gfx942", "e4m3fnuz"),
     "dsv3-tiny-bf16": ("dsv3-tiny", "bf16", "cpu", "bf16"),
     "dsv3-tiny-rowwise-e4m3fn": ("dsv3-tiny", "rowwise", "gfx950", "e4m3fn"),
     "dsv3-tiny-rowwise-e4m3fnuz": ("dsv3-tiny", "rowwise", "gfx942", "e4m3fnuz"),

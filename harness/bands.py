@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ SATURATION_SHARE = 0.25
 SATURATION_FLOOR = 16
 
 #: Order of judgement. `completeness` (steps there, values finite) comes first: nothing else can be computed without it.
-LAYERS: tuple[str, ...] = ("completeness", "digests", "windows", "tail", "saturation", "paired")
+LAYERS: tuple[str, ...] = ("completeness", "digests", "windows", "tail", "saturation", "paired", "shared")
 
 Digest = Sequence[float]
 """norm, mean, dot with the first and dot with the second seeded +-1 vector, all float64."""
@@ -240,6 +240,21 @@ def compare(measured: Curve, reference: Curve, spread: Sequence[Curve], nudged_r
         bands = limits(metric, reference, spread, nudged_runs)
         result = result.joined(_windows(metric, measured, reference, bands))
     return result.joined(_saturation(measured, reference, spread, nudged_runs))
+
+
+def compare_shared(measured: Curve, reference: Curve, spread: Sequence[Curve]) -> Comparison:
+    """A curve of this platform against another's runs of the same configuration: a second opinion.
+
+    No run of this platform is among them, so K is the widest there is. Digests are not compared: the products of
+    another platform round each by itself.
+    """
+    result = Comparison((), ())
+    for metric in ("loss", "grad_norm"):
+        result = result.joined(_windows(metric, measured, reference, limits(metric, reference, spread, 0)))
+    return Comparison(
+        tuple(replace(row, layer="shared") for row in result.rows),
+        tuple(replace(finding, layer="shared") for finding in result.findings),
+    )
 
 
 def _completeness(measured: Curve, reference: Curve) -> Comparison:

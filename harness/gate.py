@@ -42,7 +42,7 @@ from harness.errors import (
 )
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal import Journal, TestRecord
-from harness.platforms import Platform
+from harness.platforms import SECOND_OPINION, Platform
 from harness.platforms import get as get_platform
 from harness.result import Judgement, Result, suite_rank
 
@@ -286,6 +286,9 @@ class _LossJudge:
         self.calibrated = "loss" in found.platform.calibrated
         self.path = found.baselines / found.platform.id / baselines.LOSS_FILE
         self.baseline = baselines.load_loss(self.path, found.platform.id) if self.path.exists() else None
+        other = found.baselines / SECOND_OPINION / baselines.LOSS_FILE
+        elsewhere = found.platform.id != SECOND_OPINION and other.exists()
+        self.shared = baselines.load_loss(other, SECOND_OPINION) if elsewhere else None
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -299,6 +302,10 @@ class _LossJudge:
         if swapped:
             return _overridden(result, Verdict.DISAGREE, swapped)
         self.evidence[result.id] = evidence
+        return self._second_opinion(self._against_own(result, evidence), evidence)
+
+    def _against_own(self, result: Result, evidence: baselines.LossEvidence) -> Result:
+        """Against the runs that this platform has recorded."""
         if self.baseline is None:
             if not self.calibrated:
                 return _overridden(result, Verdict.UNCALIBRATED, f"no loss baseline for {self.found.platform.id}")
@@ -332,6 +339,16 @@ class _LossJudge:
         result = _overridden(result, Verdict.REGRESSION, f"{first.layer}: {first.message}", table)
         return replace(result, detail=result.detail or detail)
 
+    def _second_opinion(self, result: Result, evidence: baselines.LossEvidence) -> Result:
+        """A curve in high precision against another platform's runs of the same configuration, where it has some."""
+        runs = self.shared.of_config(evidence.case, evidence.config_hash) if self.shared else ()
+        reference = baselines.reference_run(runs)
+        if reference is None or not _high_precision(evidence):
+            return result
+        spread = [bands.Curve.of_run(run) for run in runs if run is not reference]
+        measured = bands.Curve.of_evidence(evidence)
+        return _with(result, bands.compare_shared(measured, bands.Curve.of_run(reference), spread))
+
     def pair(self, results: list[Result]) -> list[Result]:
         """FP8 curves against the bf16 curve of the same model and data in this run, where there is one."""
         plain = {_pair_key(evidence): evidence for evidence in self.evidence.values() if _high_precision(evidence)}
@@ -342,15 +359,21 @@ class _LossJudge:
                 comparison = bands.compare_paired(
                     bands.Curve.of_evidence(evidence), bands.Curve.of_evidence(plain[_pair_key(evidence)])
                 )
-                known = result.baseline or {"kind": "loss", "rows": [], "findings": [], "notes": []}
-                new = bands.as_dict(comparison)
-                merged = {key: [*known[key], *new[key]] for key in ("rows", "findings", "notes")}
-                result = replace(result, baseline={"kind": "loss", **merged})
-                if comparison.first is not None and result.verdict in (Verdict.PASS, Verdict.UNCALIBRATED):
-                    message = f"{comparison.first.layer}: {comparison.first.message}"
-                    result = replace(result, verdict=Verdict.REGRESSION, message=message)
+                result = _with(result, comparison)
             paired.append(result)
         return paired
+
+
+def _with(result: Result, comparison: bands.Comparison) -> Result:
+    """The result with the table of a comparison that needs no baseline of its own; red if it fired and nothing had."""
+    known = result.baseline or {"kind": "loss", "rows": [], "findings": [], "notes": []}
+    new = bands.as_dict(comparison)
+    merged = {key: [*known[key], *new[key]] for key in ("rows", "findings", "notes")}
+    result = replace(result, baseline={"kind": "loss", **merged})
+    if comparison.first is not None and result.verdict in (Verdict.PASS, Verdict.UNCALIBRATED):
+        message = f"{comparison.first.layer}: {comparison.first.message}"
+        result = replace(result, verdict=Verdict.REGRESSION, message=message)
+    return result
 
 
 def _high_precision(evidence: baselines.LossEvidence) -> bool:

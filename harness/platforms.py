@@ -33,6 +33,10 @@ Vendor = Literal["amd", "nvidia", "cpu"]
 Share = Literal["cores", "gpus", "one"]
 
 
+SECOND_OPINION = "cpu"
+"""The platform whose curve in high precision a shared one is held against everywhere else."""
+
+
 @dataclass(frozen=True)
 class Platform:
     """One kind of runner.
@@ -69,13 +73,15 @@ class Platform:
         if "codegen" in self.suites:
             files += [f"{arch}/codegen.json" for arch in self.codegen_archs]
         files += [f"{self.id}/{suite}.json" for suite in self.suites if suite not in ("codegen", "numerics")]
+        if "loss" in self.suites and self.id != SECOND_OPINION:
+            files.append(f"{SECOND_OPINION}/loss.json")
         return tuple(files)
 
 
 def _gpu(platform_id: str, vendor: Vendor, arch: str, *device_names: str) -> Platform:
     image = "rocm" if vendor == "amd" else "cuda"
     labels = ("self-hosted", "linux", image, platform_id)
-    return Platform(platform_id, vendor, arch, device_names, image, labels, suites=("numerics",))
+    return Platform(platform_id, vendor, arch, device_names, image, labels, suites=("numerics", "loss"))
 
 
 # `OAM` is the module's form factor, `VF` and `HF` are virtual functions in a cloud guest: the same silicon.
@@ -139,6 +145,8 @@ _CPU_NUMERICS = Execution(_INTERPRETED, NEVER_SET, "cores", 1200.0, 0.16, 4.0)
 _GPU_NUMERICS = Execution(_COMPILED, _NOT_INTERPRETED, "gpus", 1200.0, 0.2, 20.0)
 _CODEGEN = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 2.0, 3.0)
 _LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 50.0, 4.0)
+# One process: a model is compiled once for its curve, its nudged runs and the check that it repeats itself.
+_GPU_LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "one", 1800.0, 20.0, 20.0)
 _UNIT = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 900.0, 0.4, 2.0)
 
 DEVICES_VARIABLE = "FP8CI_WORKER_DEVICES"
@@ -152,8 +160,10 @@ EXECUTION: Mapping[tuple[Vendor, str], Execution] = MappingProxyType(
         ("cpu", "unit"): _UNIT,
         ("amd", "numerics"): _GPU_NUMERICS,
         ("amd", "codegen"): _CODEGEN,
+        ("amd", "loss"): _GPU_LOSS,
         ("nvidia", "numerics"): _GPU_NUMERICS,
         ("nvidia", "codegen"): _CODEGEN,
+        ("nvidia", "loss"): _GPU_LOSS,
     }
 )
 

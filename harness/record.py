@@ -4,7 +4,8 @@ A baseline is only as good as the run behind it, so evidence with a failed test 
 of a broken build as run 0. For the loss suite one recording is several runs, as the band is made from their spread:
 
     run 0          as configured: the reference
-    nudged 1..N    FP8STACK_NUDGE=i: the last bf16 mantissa bit of one in a thousand initial weights flipped, by i
+    nudged 1..N    the last bf16 mantissa bit of one in a thousand initial weights flipped, by i: on a CPU a run each
+                   (FP8STACK_NUDGE=i); on a GPU in the process of run 0, after one compile (FP8STACK_NUDGES=N)
     variants       a row of VARIANTS each: other thread counts, a lower instruction set (CPU only)
 
 Recording over what exists *adds* runs of the same configuration. Whatever makes the gate more tolerant needs a reason
@@ -32,6 +33,7 @@ from harness.platforms import Platform, get
 
 LOG_FILE = "LOG.md"
 NUDGE_VARIABLE = "FP8STACK_NUDGE"
+NUDGES_VARIABLE = "FP8STACK_NUDGES"
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 DEFAULT_NUDGED_RUNS = 5
 
@@ -83,13 +85,15 @@ def run_all(
     platform: Platform, suites: Sequence[str], nudged_runs: int, execute: Execute, say: Callable[[str], None]
 ) -> list[Source]:
     """Run what a recording needs: the suites as configured, then the loss suite nudged and in its variants."""
-    say(f"recording {', '.join(suites)} on {platform.id}: run 0, as configured")
-    first = execute(tuple(suites), {}, (), "run-0")
+    together = "loss" in suites and platform.vendor != "cpu"
+    told = f"run 0, as configured{f', and {nudged_runs} nudged runs of each curve' if together else ''}"
+    say(f"recording {', '.join(suites)} on {platform.id}: {told}")
+    first = execute(tuple(suites), {NUDGES_VARIABLE: str(nudged_runs)} if together else {}, (), "run-0")
     check(first)
     if gate.read_run(first).get("dirty"):
         say("the checkout has local changes: the rows will say `dirty`, and their commit is not what ran")
     sources = [Source(first)]
-    if "loss" not in suites:
+    if "loss" not in suites or together:
         return sources
     # Tests that measure no curve (determinism, the trainer's options) say nothing new when nudged.
     records = Journal.read(first / JOURNAL_FILE).tests.values()
@@ -100,7 +104,7 @@ def run_all(
         evidence = execute(("loss",), {NUDGE_VARIABLE: str(nudge)}, skipped, f"nudge-{nudge}")
         check(evidence, nudged=True)
         sources.append(Source(evidence))
-    for variant in VARIANTS if platform.vendor == "cpu" else ():
+    for variant in VARIANTS:
         say(f"recording loss on {platform.id}: {variant.name}")
         evidence = execute(("loss",), variant.environment, skipped, variant.name.replace("=", "-"))
         check(evidence, nudged=True)
@@ -180,41 +184,59 @@ def provenance(run: Mapping[str, Any]) -> Provenance:
 
 
 def loss_runs(source: Source) -> list[LossRun]:
-    """The curves of one evidence folder as rows."""
-    run = gate.read_run(source.evidence)
-    where = provenance(run)
+    """The curves of one evidence folder as rows, with the nudged runs that the same test made of them.
+
+    Raises:
+        ConfigError: a curve has gaps, or a nudged run is not of the curve beside it.
+    """
+    where = provenance(gate.read_run(source.evidence))
     rows: list[LossRun] = []
     for record in measured(Journal.read(source.evidence / JOURNAL_FILE).tests.values(), "loss_file"):
-        evidence = baselines.read_loss_evidence(source.evidence / str(record.properties["loss_file"]))
-        isa_limit = str(evidence.versions.get("onednn_max_cpu_isa") or "") or None
-        variant = source.variant or (f"isa={isa_limit}" if isa_limit else "")
-        steps = sorted(evidence.steps, key=lambda step: step.step)
-        if [step.step for step in steps] != list(range(1, len(steps) + 1)):
-            raise ConfigError(f"{record.properties['loss_file']} has gaps", "every step from 1", "record again")
-        as_configured = evidence.nudge == 0 and variant == ""
-        rows.append(
-            LossRun(
-                case=evidence.case,
-                test=record.id,
-                config_hash=evidence.config_hash,
-                variant=variant,
-                nudge=evidence.nudge,
-                threads=evidence.threads,
-                isa_limit=isa_limit,
-                recipe=evidence.recipe,
-                format=evidence.format,
-                arch=evidence.arch,
-                seed=evidence.seed,
-                provenance=where,
-                config=evidence.config,
-                loss=[step.loss for step in steps],
-                grad_norm=[step.grad_norm for step in steps],
-                saturated=[step.saturated for step in steps],
-                nan=[step.nan for step in steps],
-                digests=evidence.digests if as_configured else {},
-            )
-        )
+        own = _loss_run(source, record, str(record.properties["loss_file"]), where)
+        rows.append(own)
+        for name in str(record.properties.get("nudged_files", "")).split():
+            nudged = _loss_run(source, record, name, where)
+            if _curve(nudged) != _curve(own) or nudged.nudge in (0, own.nudge):
+                told = f"case {nudged.case}, nudge {nudged.nudge}, config {nudged.config_hash}"
+                wanted = f"a nudged run of {own.case} with config {own.config_hash}"
+                raise ConfigError(f"{name} is of {told}", wanted, "record again")
+            rows.append(nudged)
     return rows
+
+
+def _curve(run: LossRun) -> tuple[str | None, ...]:
+    """What the runs of one curve have in common."""
+    return (run.case, run.config_hash, run.recipe, run.format, run.arch)
+
+
+def _loss_run(source: Source, record: TestRecord, name: str, where: Provenance) -> LossRun:
+    evidence = baselines.read_loss_evidence(source.evidence / name)
+    isa_limit = str(evidence.versions.get("onednn_max_cpu_isa") or "") or None
+    variant = source.variant or (f"isa={isa_limit}" if isa_limit else "")
+    steps = sorted(evidence.steps, key=lambda step: step.step)
+    if [step.step for step in steps] != list(range(1, len(steps) + 1)):
+        raise ConfigError(f"{name} has gaps", "every step from 1", "record again")
+    as_configured = evidence.nudge == 0 and variant == ""
+    return LossRun(
+        case=evidence.case,
+        test=record.id,
+        config_hash=evidence.config_hash,
+        variant=variant,
+        nudge=evidence.nudge,
+        threads=evidence.threads,
+        isa_limit=isa_limit,
+        recipe=evidence.recipe,
+        format=evidence.format,
+        arch=evidence.arch,
+        seed=evidence.seed,
+        provenance=where,
+        config=evidence.config,
+        loss=[step.loss for step in steps],
+        grad_norm=[step.grad_norm for step in steps],
+        saturated=[step.saturated for step in steps],
+        nan=[step.nan for step in steps],
+        digests=evidence.digests if as_configured else {},
+    )
 
 
 def codegen_rows(source: Source) -> list[tuple[str, CodegenRow]]:

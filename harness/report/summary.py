@@ -221,7 +221,10 @@ def _curves(judgement: Judgement) -> list[str]:
     for title, mine in (
         ("loss", [column for column in columns if column.startswith("loss")]),
         ("gradient norm", [column for column in columns if column.startswith("grad")]),
-        ("digests, saturation, FP8 against bf16", [c for c in columns if not c.startswith(("loss", "grad"))]),
+        (
+            "digests, saturation, FP8 against bf16, shared curve",
+            [c for c in columns if not c.startswith(("loss", "grad"))],
+        ),
     ):
         if mine:
             short = [column.removeprefix("loss ").removeprefix("grad_norm ") for column in mine]
@@ -237,6 +240,8 @@ def _column(row: Mapping[str, Any]) -> str | None:
     """Where a row of the comparison stands in the table; None for those that only a finding mentions."""
     if row["layer"] == "digests":
         return f"digest {row['window']}"
+    if row["layer"] == "shared":
+        return f"shared {row['metric']} {row['window']}" if not row["ok"] or "mean" in row["window"] else None
     if row["layer"] == "paired":
         return f"paired {row['window']}" if not row["ok"] or "mean" in row["window"] else None
     if row["layer"] == "saturation":

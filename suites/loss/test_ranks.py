@@ -30,6 +30,7 @@ CONFIG = TrainConfig(model="llama3-tiny", steps=100, seed=0, batch=8, seq=128, d
 EXPERTS = dataclasses.replace(CONFIG, model="dsv3-tiny", expert_parallel=2)
 
 
+@pytest.mark.requires("vendor:cpu")
 @pytest.mark.parametrize(
     ("case", "config"),
     [

@@ -53,8 +53,11 @@ def test_no_device_name_is_claimed_twice() -> None:
             assert [row.id for row in platforms.PLATFORMS.values() if row.names(name)] == [platform.id]
 
 
-def test_the_cpu_platform_gates_machine_code_and_loss() -> None:
-    """What must run and what must have a baseline on a CPU; GPUs have neither baseline yet."""
+def test_what_platforms_gate() -> None:
+    """What must run and what must have a baseline on a CPU; GPUs run numerics and loss, and need no baseline yet.
+
+    A GPU's shared curve is held against the CPU's, so its evidence takes that along.
+    """
     cpu = platforms.PLATFORMS["cpu"]
     assert cpu.suites == ("numerics", "codegen", "loss")
     assert cpu.calibrated == ("codegen", "loss")
@@ -68,6 +71,9 @@ def test_the_cpu_platform_gates_machine_code_and_loss() -> None:
         "sm_90/codegen.json",
         "waivers.toml",
     }
+    h200 = platforms.PLATFORMS["h200"]
+    assert h200.suites == ("numerics", "loss")
+    assert set(h200.baseline_files) == {"h200/manifest.txt", "h200/loss.json", "cpu/loss.json", "waivers.toml"}
 
 
 def test_every_platform_has_settings_for_its_suites() -> None:

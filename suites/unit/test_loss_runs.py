@@ -1,0 +1,68 @@
+"""Runs of one curve in one process have the bits of trainers made anew, and are recorded as rows of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fp8stack.config import TrainConfig
+from fp8stack.device import OVERRIDE
+from fp8stack.train import Trainer
+from suites.loss.runs import Runs, asked
+
+SHORT = TrainConfig(model="llama3-tiny", recipe="rowwise", steps=3, batch=2, seq=16, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SHORT, id="dense"),
+        pytest.param(dataclasses.replace(SHORT, model="dsv3-tiny", balance_rate=0.5), id="experts"),
+        pytest.param(dataclasses.replace(SHORT, layers=2, compile="aot_eager"), id="compiled"),
+    ],
+)
+def test_runs_have_the_bits_of_new_trainers(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nudge 2, then as configured twice, from one trainer: losses, norms, counts and digests of three trainers."""
+    monkeypatch.setenv(OVERRIDE, "gfx942")
+    runs = Runs(config)
+    graphs = []
+    for nudge in (2, 0, 0):
+        found = runs.run(nudge)
+        graphs.append(runs.trainer.compiler.graphs if runs.trainer.compiler else 0)
+        expected = Trainer(dataclasses.replace(config, nudge=nudge)).run()
+        assert found.steps == expected.steps
+        assert found.digests == expected.digests
+        assert found.loss_file("case") == expected.loss_file("case")
+    assert len(set(graphs)) == 1, f"graphs after each run: {graphs}; expected one compile for all"
+
+
+def test_a_run_that_was_stopped_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends in the middle of a step, with codes counted and moments moved, changes no later one."""
+    monkeypatch.setenv(OVERRIDE, "gfx942")
+    runs = Runs(SHORT)
+    expected = runs.run()
+    read = runs.trainer._read
+
+    def stop(loss: object) -> None:
+        raise RuntimeError("in mid-step")
+
+    runs.trainer._read = stop  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError, match="in mid-step"):
+        runs.run(1)
+    runs.trainer._read = read  # type: ignore[method-assign]
+    found = runs.run()
+    assert (found.steps, found.digests) == (expected.steps, expected.digests)
+
+
+@pytest.mark.parametrize(("text", "number"), [(None, 0), ("0", 0), ("12", 12)])
+def test_what_the_environment_asks_for(text: str | None, number: int) -> None:
+    """Nothing is 0."""
+    assert asked("FP8STACK_NUDGE", {} if text is None else {"FP8STACK_NUDGE": text}) == number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "two", "1.5"])
+def test_what_the_environment_cannot_mean(text: str) -> None:
+    """A mistyped nudge would be recorded as run 0."""
+    with pytest.raises(ValueError, match=r"FP8STACK_NUDGES is .*; expected a whole number from 0; unset it"):
+        asked("FP8STACK_NUDGES", {"FP8STACK_NUDGES": text})

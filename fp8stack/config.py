@@ -25,7 +25,7 @@ from typing import Any
 
 from fp8stack.data import GENERATOR_VERSION, SYNTHETIC, TOKEN_BYTES
 from fp8stack.linear import RECIPES
-from fp8stack.models import MODELS, Sizes, model_named
+from fp8stack.models import MODELS, DeepSeek, Sizes, model_named
 
 BF16 = "bf16"
 RECOMPUTE = ("none", "full", "selective")
@@ -67,6 +67,8 @@ class TrainConfig:
     weight_decay: float = _option(0.1, "on matrices only")
     clip: float = _option(1.0, "largest global gradient norm")
     layers: int = _option(0, "trim the model to so many layers; 0: all of them", hashed=IF_SET)
+    experts: int = _option(0, "trim each layer to so many routed experts; 0: all of them", hashed=IF_SET)
+    dense_layers: int = _option(-1, "of a model with experts, how many layers have none; -1: its own", hashed=IF_SET)
     accumulate: int = _option(1, "microbatches that a rank's share of a step is cut into", hashed=IF_SET)
     compile: str = _option("none", f"torch.compile of each block: {', '.join(COMPILERS)}", hashed=IF_SET)
     data: str = _option(SYNTHETIC, f"{SYNTHETIC}, or a file of raw little-endian token ids", hashed=IF_SET)
@@ -114,6 +116,8 @@ class TrainConfig:
             ("nudge", 0),
             ("seed", 0),
             ("layers", 0),
+            ("experts", 0),
+            ("dense_layers", -1),
             ("workers", 0),
         ):
             value, option = getattr(self, name), name.replace("_", "-")
@@ -147,8 +151,29 @@ class TrainConfig:
                 f"layers is {self.layers}; model '{self.model}' has {size.layers}, and --layers only trims; lower "
                 "--layers"
             )
+        for name, unset in (("experts", 0), ("dense_layers", -1)):
+            if getattr(self, name) != unset and not isinstance(size, DeepSeek):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)} and model '{self.model}' has no experts; expected it only of a "
+                    f"model that has; drop --{name.replace('_', '-')}"
+                )
+        if isinstance(size, DeepSeek):
+            self._check_trimmed(size)
         if self.expert_parallel > 1:
-            self._check_expert_parallel(size)
+            self._check_expert_parallel(self.size)
+
+    def _check_trimmed(self, size: DeepSeek) -> None:
+        layers = self.layers or size.layers
+        if self.experts > size.experts or self.dense_layers > layers:
+            name, most = ("experts", size.experts) if self.experts > size.experts else ("dense_layers", layers)
+            raise ConfigError(
+                f"{name} is {getattr(self, name)}; model '{self.model}' has {most}, and the option only trims; lower "
+                f"--{name.replace('_', '-')}"
+            )
+        try:
+            _ = self.size
+        except ValueError as error:  # of Routing, which knows what divides what
+            raise ConfigError(f"experts is {self.experts}: {error}; correct --experts") from None
 
     def _check_expert_parallel(self, size: Sizes) -> None:
         if not size.experts:
@@ -169,9 +194,15 @@ class TrainConfig:
 
     @property
     def size(self) -> Sizes:
-        """The sizes of the model, trimmed to `layers`."""
+        """The sizes of the model, trimmed to `layers`, `experts` and `dense_layers`."""
         size = model_named(self.model)
-        return dataclasses.replace(size, layers=self.layers) if self.layers else size
+        if self.layers:
+            size = dataclasses.replace(size, layers=self.layers)
+        if isinstance(size, DeepSeek) and self.experts:
+            size = dataclasses.replace(size, routing=dataclasses.replace(size.routing, experts=self.experts))
+        if isinstance(size, DeepSeek) and self.dense_layers >= 0:
+            size = dataclasses.replace(size, dense_layers=self.dense_layers)
+        return size
 
     def hashed(self) -> dict[str, Any]:
         """The fields that change numerics, the sizes behind the model's name and the generator's version."""

@@ -465,14 +465,22 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(_blocks(size))
         self.norm = RMSNorm(size.dim, size.norm_eps)
         self.output = Linear(size.dim, size.vocab, bias=False)
+        self._table: tuple[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """int64 (B,S) -> logits (B,S,V) in the model's compute dtype."""
-        table = rope_table(tokens_BS.shape[1], self.size.rope_dim, self.size.rope_theta, tokens_BS.device)
+        table = self._rope_table(tokens_BS.shape[1], tokens_BS.device)
         x_BSD = self.tok_embeddings(tokens_BS).to(self.dtype)
         for block in self.layers:
             x_BSD = block(x_BSD, table)
         return self.output(self.norm(x_BSD))
+
+    def _rope_table(self, seq: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """That of the last call where it fits: a float64 one of 8192 positions takes a CPU 10 ms, and a GPU waits."""
+        key = (seq, device)
+        if self._table is None or self._table[0] != key:
+            self._table = key, rope_table(seq, self.size.rope_dim, self.size.rope_theta, device)
+        return self._table[1]
 
     @property
     def routers(self) -> list[Router]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import collections
+import functools
 import gzip
 import html
 import json
@@ -55,6 +56,7 @@ class TraceError(ValueError):
     """A file that is no usable trace. The message is one line: what, expected, what next."""
 
 
+@functools.cache
 def class_of(name: str) -> str:
     """The class of a kernel or operator by its name."""
     return next((label for label, pattern in CLASSES if pattern.search(name)), OTHER)

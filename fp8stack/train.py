@@ -207,11 +207,12 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         every: int = 0,
         profile_to: Path | None = None,
+        profiled: range | None = None,
     ) -> Result:
         """The steps that are left of the configuration. NonFiniteError stops it.
 
         on_step: gets each record as it is made. checkpoints, every: one is saved after each `every` steps. profile_to:
-        folder for a trace of a few steps.
+        folder for a trace of the steps `profiled`, or of those that profiled_steps says.
         """
         result = Result(
             config=self.config,
@@ -231,7 +232,8 @@ class Trainer:
             start = time.perf_counter()
             tracing = None
             if profile_to is not None and self.world.rank == 0:
-                tracing = Tracing(profile_to, profiled_steps(self.config, self.step), self.device.type == "cuda")
+                traced = profiled or profiled_steps(self.config, self.step)
+                tracing = Tracing(profile_to, traced, self.device.type == "cuda")
             for step, batch in enumerate(shares, start=self.step + 1):
                 if tracing is not None:
                     tracing.before(step)
@@ -342,7 +344,10 @@ class Trainer:
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         """This rank's share of a step on its device, cut into `accumulate` parts."""
-        parts = (t.to(self.device).chunk(self.config.accumulate) for t in (batch.tokens, batch.labels))
+        on_gpu = self.device.type == "cuda"
+        # From pinned memory a copy does not wait for what the GPU has to do before it: the last step's optimiser.
+        given = (t.pin_memory() if on_gpu else t for t in (batch.tokens, batch.labels))
+        parts = (t.to(self.device, non_blocking=on_gpu).chunk(self.config.accumulate) for t in given)
         return [Batch(tokens, labels) for tokens, labels in zip(*parts, strict=True)]
 
     def _valid_tokens(self, parts: list[Batch]) -> torch.Tensor:

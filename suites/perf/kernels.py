@@ -473,13 +473,13 @@ def provenance(where: torch.device, found: device.Detected) -> dict[str, object]
     import triton  # the suite, not the product, asks for its version
 
     smi = None
-    if torch.version.hip is None:
+    if torch.version.hip is None and where.type == "cuda":
         query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,mig.mode.current"
         smi = line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={where.index or 0}")
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": line("git", "rev-parse", "HEAD") or os.environ.get("GITHUB_SHA"),
-        "device_name": torch.cuda.get_device_name(where),
+        "device_name": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
         "arch": found.arch.name,
         "target": found.target.name,
         "reason": found.reason,

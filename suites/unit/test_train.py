@@ -89,9 +89,11 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
         for when in (ALWAYS, IF_SET, NEVER)
     }
     assert fields[ALWAYS] == set(always)
-    assert fields[IF_SET] == set(if_set)
+    of_experts = {"experts": 4, "dense_layers": 0}
+    assert fields[IF_SET] == {*if_set, *of_experts}
     hashes = {name: short(**{name: value}).hash for name, value in {**always, **if_set}.items()}
-    assert len({SHORT.hash, *hashes.values()}) == len(hashes) + 1
+    hashes |= {name: short(model="dsv3-tiny", **{name: value}).hash for name, value in of_experts.items()}
+    assert len({SHORT.hash, short(model="dsv3-tiny").hash, *hashes.values()}) == len(hashes) + 2
     elsewhere = {
         "nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False, "code_counts": False,
         "quantisation": "unfused",
@@ -408,6 +410,16 @@ BAD = {
     "memory": (["--model", "llama3-405b", "--device", "cpu"], "llama3-405b"),
     "accumulate": (["--accumulate", "3"], "--accumulate"),
     "layers": (["--layers", "5"], "--layers"),
+    "experts-dense": (["--experts", "4"], "drop --experts"),
+    "experts": (["--model", "dsv3-tiny", "--experts", "9"], "lower --experts"),
+    "experts-groups": (["--model", "dsv3-tiny", "--experts", "6"], "6 experts in 4 groups"),
+    "experts-chosen": (["--model", "dsv3-671b", "--experts", "8"], "top_k is 8; expected 1 to 4"),
+    "dense-layers": (["--model", "dsv3-tiny", "--layers", "2", "--dense-layers", "3"], "lower --dense-layers"),
+    "dense-layers-dense": (["--dense-layers", "0"], "drop --dense-layers"),
+    "expert-parallel-trimmed": (
+        ["--model", "dsv3-tiny", "--experts", "4", "--expert-parallel", "8"],
+        "does not divide the 4 experts",
+    ),
     "compile": (["--compile", "gcc"], "compile 'gcc'"),
     "recompute": (["--recompute", "some"], "recompute 'some'"),
     "data-dtype": (["--data-dtype", "int8"], "data_dtype 'int8'"),

@@ -510,9 +510,9 @@ def constexprs(
 
 
 def options(fmt: formats.Format, row: ColwiseConfig, target: str) -> dict[str, int]:
-    """Launch options. A limit on NVIDIA's registers is for the native cast: the integer encoder needs more of them."""
-    limited = cast.constants(fmt, target)["NATIVE"] is not None or device.lookup(target).vendor != "nvidia"
-    return launch.options(row.num_warps, row.programs if limited else 0, target)
+    """Launch options. The integer encoder, for a format that the target lacks, needs registers more than company."""
+    native = cast.constants(fmt, target)["NATIVE"] is not None
+    return launch.options(row.num_warps, row.programs if native else 0, target)
 
 
 def launch_colwise_grouped(

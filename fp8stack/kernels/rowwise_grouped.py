@@ -92,7 +92,7 @@ ROWWISE_GROUPED_CONFIGS: dict[tuple[str, str], RowwiseGroupedConfig] = {
     ("gfx942", "e>32"): RowwiseGroupedConfig(8, 128, 1, 1, 8, "not timed: gfx942/sweep-rowwise_grouped.json"),
     ("gfx950", "e<=32"): RowwiseGroupedConfig(8, 128, 1, 1, 8, "not timed: gfx950/sweep-rowwise_grouped.json"),
     ("gfx950", "e>32"): RowwiseGroupedConfig(8, 128, 1, 1, 8, "not timed: gfx950/sweep-rowwise_grouped.json"),
-    ("sm_90", "e<=32"): RowwiseGroupedConfig(1, 512, 4, 1, 32, "0.90 of a copy: h200/sweep-rowwise_grouped.json"),
+    ("sm_90", "e<=32"): RowwiseGroupedConfig(1, 512, 4, 1, 24, "0.87 of a copy: h200/sweep-rowwise_grouped.json"),
     ("sm_90", "e>32"): RowwiseGroupedConfig(
         16, 128, 2, 2, 8, "0.61 to 0.73 of a copy: h200/sweep-rowwise_grouped.json"
     ),

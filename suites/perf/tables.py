@@ -9,8 +9,9 @@ Which row. Of several files for a (target, size class) one with times decides be
 ops that share a table the first one in sweep.SPACES. In that file: the best compromise of the class that breaks no
 rule of machine code. `--write` compiles each row that the table does not have yet, for every op of the table, in every
 format and input type that the codegen suite compiles its kernels for; what breaks a rule goes into the file, under
-`refused` with the reason, and the next best is tried; where all are refused the row by hand stays. `--check` compiles
-the others too: run it with another Triton to have its opinion.
+`refused` with the reason and the Triton that said so, and the next best is tried; where all are refused the row by hand
+stays. `--check` compiles the others too. A table is launched with every Triton that is supported: `--python PATH`, once
+for each, names the interpreter of another environment, and a row stays that breaks no rule with any of them.
 """
 
 from __future__ import annotations
@@ -194,10 +195,10 @@ def _jobs(one: Swept, size_class: str, config: dict[str, int]) -> list[static.Jo
     return jobs
 
 
-def _broken(one: Swept, size_class: str, config: dict[str, int], jobs: int) -> tuple[list[str], str]:
-    """What rules of machine code a configuration breaks, where, and the Triton that says so."""
+def _broken(one: Swept, size_class: str, config: dict[str, int], jobs: int, python: str) -> tuple[list[str], str]:
+    """What rules of machine code a configuration breaks, where, and the Triton, an interpreter's, that says so."""
     asked = _jobs(one, size_class, config)
-    answers = static.compile_all(asked, jobs)
+    answers = static.compile_all(asked, jobs, python)
     told = []
     for job, answer in zip(asked, answers, strict=True):
         where = f"{job.op} {'x'.join(map(str, job.shape))} {job.fmt} {job.dtype}"
@@ -214,8 +215,13 @@ def _refuse(one: Swept, row: dict[str, Any]) -> None:
     one.path.write_text(sweep.as_text(document), encoding="utf-8")
 
 
-def settle(space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool) -> Iterator[str]:
-    """Compile the rows that are not in the table yet, or every one, and note what is refused; says what it does."""
+def settle(
+    space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool, pythons: Sequence[str] = (sys.executable,)
+) -> Iterator[str]:
+    """Compile the rows that are not in the table yet, or every one, and note what is refused; says what it does.
+
+    pythons: interpreters, each with its Triton; the first that refuses decides.
+    """
     for key, one in deciding(space, found).items():
         while True:
             chosen = one.chosen(key[1])
@@ -225,12 +231,15 @@ def settle(space: sweep.Space, found: Sequence[Swept], jobs: int, every: bool) -
             config = chosen.config
             if config == sweep.fields(space.rows[key]) and not every:
                 break
-            broken, triton = _broken(one, key[1], config, jobs)
-            verdict = broken[0].splitlines()[0] if broken else "breaks no rule"
-            yield f"{one.op} {' '.join(key)} {_values(config)}, Triton {triton}: {verdict}"
-            if not broken:
+            for python in pythons:
+                broken, triton = _broken(one, key[1], config, jobs, python)
+                verdict = broken[0].splitlines()[0] if broken else "breaks no rule"
+                yield f"{one.op} {' '.join(key)} {_values(config)}, Triton {triton}: {verdict}"
+                if broken:
+                    _refuse(one, {"config": config, "size_class": key[1], "triton": triton, "why": verdict})
+                    break
+            else:
                 break
-            _refuse(one, {"config": config, "size_class": key[1], "triton": triton, "why": verdict})
 
 
 def shared(space: sweep.Space, found: Sequence[Swept]) -> Iterator[str]:
@@ -260,6 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the rows into the kernels' files")
     parser.add_argument("--check", action="store_true", help="compile the rows that the tables have already, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile (default 1)")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="PATH", help="ask the Triton of this interpreter too"
+    )
     options = parser.parse_args(argv)
     if unknown := sorted(set(options.table) - set(names)):
         parser.error(f"there is no table {unknown[0]!r}; expected one of {', '.join(names)}")
@@ -267,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.table or names:
         space = names[name]
         if options.write or options.check:
-            for line in settle(space, found, options.jobs, options.check):
+            for line in settle(space, found, options.jobs, options.check, [sys.executable, *options.python]):
                 print(line, file=sys.stderr, flush=True)
         for line in shared(space, found):
             print(line, file=sys.stderr)

@@ -105,7 +105,7 @@ def test_settling_notes_what_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     path = _put(tmp_path, _document())
     asked = []
 
-    def broken(one: object, name: str, config: dict[str, int], jobs: int) -> tuple[list[str], str]:
+    def broken(one: object, name: str, config: dict[str, int], *_: object) -> tuple[list[str], str]:
         asked.append(config["rows"])
         return (["vgpr_spills is 6; expected 0"] if config["rows"] == 4 else []), "3.9.0"
 
@@ -125,6 +125,27 @@ def test_settling_notes_what_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         }
     ]
     assert tables.swept(SPACE, found)[KEY].rows == 2
+
+
+def test_a_row_has_to_suit_every_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another interpreter's Triton refuses is refused, under its version; the next one is put to all again."""
+    path = _put(tmp_path, _document())
+    asked = []
+
+    def answer(jobs: list[static.Job], processes: int, python: str) -> list[static.Answer]:
+        rows = jobs[0].config["rows"]
+        asked.append((rows, python))
+        broken = ["vgpr_spills is 1; expected 0"] if (rows, python) == (4, "new") else []
+        return [static.Answer((static.Code("kernel", {}, broken),), None, f"of {python}") for _ in jobs]
+
+    monkeypatch.setattr(static, "compile_all", answer)
+    monkeypatch.setattr(tables, "files", lambda: [tables.read(path)])
+    assert tables.main(["ROWWISE_CONFIGS", "--check", "--python", "old", "--python", "new"]) == 0
+    here = tables.sys.executable
+    assert asked == [(4, here), (4, "old"), (4, "new"), (2, here), (2, "old"), (2, "new")]
+    (refused,) = json.loads(path.read_text())["refused"]
+    assert (refused["config"]["rows"], refused["triton"]) == (4, "of new")
+    assert refused["why"].endswith("vgpr_spills is 1; expected 0")
 
 
 def test_a_row_is_judged_for_every_op_of_its_table() -> None:

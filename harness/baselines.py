@@ -84,7 +84,7 @@ class LossRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     saturated: list[int]
     nan: list[int]
     digests: dict[str, dict[str, list[float]]]
-    """step -> parameter -> [norm, mean, dot, dot]. Kept for run 0 only: the others give the spread of the curve."""
+    """step -> parameter -> [norm, mean, dot, dot]. Of run 0 and of nudged runs; variants have run 0's on a CPU."""
 
     @property
     def key(self) -> tuple[Any, ...]:

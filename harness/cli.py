@@ -189,16 +189,17 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(evidence: Path) -> tuple[Judgement, str]:
-    """Judge, write junit.xml and summary.md; returns the judgement and the text of the summary."""
+    """Judge, write junit.xml, summary.md and the charts of curves; returns the judgement and the summary's text."""
     from harness import gate, junit
     from harness.baselines import write_atomic
-    from harness.report import summary
+    from harness.report import losschart, summary
 
     run = gate.read_run(evidence)
     judgement = gate.judge(evidence)
     junit.write(judgement, run, evidence / "junit.xml")
     text = summary.render(judgement, run)
     write_atomic(evidence / "summary.md", text)
+    losschart.write(evidence, judgement, str(run["platform"]))
     return judgement, text
 
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from harness import bands, baselines, gate, machinecode, manifest
 from harness.baselines import CodegenBlock, CodegenRow, LossRun, Provenance
 from harness.errors import ConfigError, MissingError, UsageError, Verdict
@@ -216,7 +218,6 @@ def _loss_run(source: Source, record: TestRecord, name: str, where: Provenance) 
     steps = sorted(evidence.steps, key=lambda step: step.step)
     if [step.step for step in steps] != list(range(1, len(steps) + 1)):
         raise ConfigError(f"{name} has gaps", "every step from 1", "record again")
-    as_configured = evidence.nudge == 0 and variant == ""
     return LossRun(
         case=evidence.case,
         test=record.id,
@@ -235,7 +236,7 @@ def _loss_run(source: Source, record: TestRecord, name: str, where: Provenance) 
         grad_norm=[step.grad_norm for step in steps],
         saturated=[step.saturated for step in steps],
         nan=[step.nan for step in steps],
-        digests=evidence.digests if as_configured else {},
+        digests=evidence.digests if variant == "" else {},
     )
 
 
@@ -298,9 +299,17 @@ def _merge_case(case: str, before: list[LossRun], fresh: list[LossRun], change: 
         keys = "; ".join(baselines.differing_keys(fresh[0].config, before[0].config)[:4])
         change.loosened.append(f"{case}: another configuration in place of {len(before)} runs ({keys})")
         before = []
+    # A row from before digests were kept takes those of the same run made again.
+    again = {_identity(row): row for row in fresh if row.digests}
+    completed = [
+        msgspec.structs.replace(row, digests=again[_identity(row)].digests)
+        if not row.digests and _identity(row) in again
+        else row
+        for row in same
+    ]
     known = {_identity(row) for row in same}
     added = [row for row in fresh if _identity(row) not in known]
-    merged = [*same, *added]
+    merged = [*completed, *added]
     if baselines.reference_run(merged) is None:
         what = f"{case} has no run as configured"
         raise MissingError(what, "run 0 without a nudge", f"record one without {NUDGE_VARIABLE}")
@@ -310,7 +319,7 @@ def _merge_case(case: str, before: list[LossRun], fresh: list[LossRun], change: 
         f"{case}: {len(added)} runs added, {len(merged)} in all, {bands.counted(reference, merged)} count for the band"
     )
     change.told.append(told)
-    if same and added:
+    if same and merged != same:
         change.loosened.extend(f"{case}: {text}" for text in _wider(same, merged))
     return merged
 
@@ -341,6 +350,11 @@ def _limits(rows: Sequence[LossRun]) -> dict[str, float]:
         found = bands.limits(metric, bands.Curve.of_run(reference), spread, nudged)
         limits.update({f"{metric} steps {first}-{last}": limit for (first, last), limit in found.windows.items()})
         limits[f"{metric} tail"] = found.tail
+    for step in bands.DIGEST_LIMITS:
+        by_name = bands.digest_limits(step, bands.Curve.of_run(reference), spread)
+        for part in bands.DIGEST_PARTS:
+            widest = bands.worst(parts[part] for parts in by_name.values())
+            limits[f"gradient digest ({part}) at step {step}, widest"] = widest
     return limits
 
 

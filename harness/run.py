@@ -46,7 +46,7 @@ CAPABILITIES_FILE = "capabilities.json"
 JUDGED_WITH = "judged-with"
 
 _OWN_FILES = (RUN_FILE, CAPABILITIES_FILE, journal.FILE_NAME, "junit.xml", "summary.md", "report.html")
-_OWN_FOLDERS = ("logs", "losses", "isa", "samples", JUDGED_WITH)
+_OWN_FOLDERS = ("logs", "losses", "isa", "samples", "charts", JUDGED_WITH)
 
 
 @dataclass(frozen=True)

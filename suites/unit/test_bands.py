@@ -189,13 +189,80 @@ def test_digest_explains_the_windows() -> None:
     assert first.layer == "digests"
 
 
-def test_saturation() -> None:
-    """Ten times the recorded count of saturated codes is red, a tenth more is not; one NaN code is red."""
-    assert judge(curve(saturated=dict.fromkeys(range(1, STEPS + 1), 11))).ok
-    for changed in ({"saturated": dict.fromkeys(range(1, STEPS + 1), 100)}, {"nan": {7: 1}}):
-        first = judge(curve(**changed)).first
-        assert first is not None
-        assert first.layer == "saturation"
+def nudged_digests(factor: float) -> list[Curve]:
+    """Five nudged runs whose first dot of one parameter is up to `factor` x its norm away, the others at run 0."""
+    runs = []
+    for i in range(1, 6):
+        digests = {int(number): {name: list(d) for name, d in named.items()} for number, named in DIGESTS.items()}
+        digests[1]["layers.0.w"][2] += factor * digests[1]["layers.0.w"][0] * i / 5
+        runs.append(curve(digests=digests))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("dot", "norm", "ok"),
+    [(0.049, 0.0, True), (0.051, 0.0, False), (0.0, 0.0019, True), (0.049, 0.0021, False), (math.nan, 0.0, False)],
+    ids=["bands-dot-inside", "bands-dot-outside", "bands-norm-inside", "bands-norm-outside", "bands-dot-nan"],
+)
+def test_digests_have_bands_too(dot: float, norm: float, ok: bool) -> None:
+    """Five nudged runs move one dot by up to 1 % of the norm: 5 % are allowed there, elsewhere the floor of 2e-3."""
+    digests = {int(number): {name: list(d) for name, d in named.items()} for number, named in DIGESTS.items()}
+    scale = digests[1]["layers.0.w"][0]
+    digests[1]["layers.0.w"][2] += dot * scale
+    digests[1]["layers.0.w"][0] += norm * scale
+    comparison = bands.compare(curve(digests=digests), curve(), nudged_digests(0.01), 5)
+    assert comparison.ok is ok
+    limits = bands.digest_limits(1, curve(), nudged_digests(0.01))
+    assert limits["layers.0.w"] == pytest.approx({"norm": 2e-3, "dot1": 0.05, "dot2": 2e-3})
+    assert limits["head.w"] == {"norm": 2e-3, "dot1": 2e-3, "dot2": 2e-3}
+
+
+def test_digests_of_run_0_are_no_samples() -> None:
+    """Nudged runs with run 0's digests, or none, leave the floor: five times nothing would be nothing."""
+    for digests in (curve().digests, {}):
+        spread = [curve(wobble, digests=digests) for wobble in (1e-5, 2e-5)]
+        assert bands.digest_limits(1, curve(), spread)["head.w"]["norm"] == 2e-3
+
+
+def test_a_nan_in_recorded_digests_lets_nothing_pass() -> None:
+    """Nor does a recorded run that lacks a parameter."""
+    broken = {1: {"layers.0.w": [2.0, 0.0, math.nan, 0.0], "head.w": [0.5, 0.0, 0.1, 0.2]}}
+    lost = {1: {"head.w": [0.5, 0.0, 0.1, 0.2]}}
+    for digests in (broken, lost):
+        comparison = bands.compare(curve(), curve(), [curve(digests=digests)], 1)
+        assert comparison.first is not None
+        assert comparison.first.layer == "digests"
+
+
+@pytest.mark.parametrize(
+    ("count", "ok"), [(11, True), (9, True), (100, False), (8, False), (0, False)], ids="bands-counts-{}".format
+)
+def test_saturation(count: int, ok: bool) -> None:
+    """A tenth more or less than the recorded 10 saturated codes a step is green; ten times as many or none is red."""
+    comparison = judge(curve(saturated=dict.fromkeys(range(1, STEPS + 1), count)))
+    assert comparison.ok is ok
+    if not ok:
+        assert comparison.first is not None
+        assert (comparison.first.layer, comparison.first.step) == ("saturation", 1)
+
+
+def test_nan_codes() -> None:
+    """One NaN code where the baseline has none is red."""
+    first = judge(curve(nan={7: 1})).first
+    assert first is not None
+    assert (first.layer, first.step) == ("saturation", 7)
+
+
+def test_a_shared_curve() -> None:
+    """Another platform's runs, K = 10: ten times their spread of 5e-5 is inside, more is not; digests do not count."""
+    reference, *spread = (Curve.of_run(run) for run in loss_baseline_rows())
+    inside = bands.compare_shared(curve(4.9e-4, digests={}), reference, spread)
+    assert inside.ok
+    assert {row.layer for row in inside.rows} == {"shared"}
+    outside = bands.compare_shared(curve(5.1e-4), reference, spread)
+    assert outside.first is not None
+    assert (outside.first.layer, outside.first.metric) == ("shared", "loss")
+    assert not bands.compare_shared(curve(loss={}), reference, spread).ok
 
 
 def scaled(values: dict[int, float], first: int, last: int, factor: float) -> Curve:

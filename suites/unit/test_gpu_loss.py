@@ -117,16 +117,15 @@ def verdicts(judgement: gate.Judgement) -> dict[str, tuple[str, str]]:
 
 
 def test_one_evidence_folder_is_a_whole_recording(checkout: Path) -> None:
-    """Run 0 and five nudged runs of each curve, digests with run 0 alone, the device and the ids that must run."""
+    """Run 0 and five nudged runs of each curve, with their digests, the device and the ids that must run."""
     rows = baselines.load_loss(checkout / "baselines/h200/loss.json", "h200").rows
     cases = [f"llama3-debug-{recipe}" for recipe in sorted(STAND_INS)]
     expected = [(case, nudge) for case in cases for nudge in range(NUDGES + 1)]
     assert [(row.case, row.nudge) for row in rows] == [*expected, *((SHARED, nudge) for nudge in range(NUDGES + 1))]
     assert {row.provenance.device for row in rows} == {"NVIDIA H200"}
-    assert [row.case for row in rows if row.digests] == [*cases, SHARED]
     for row in rows:
         known = recorded(STAND_INS.get(row.recipe, "") if row.case != SHARED else SHARED, row.nudge)
-        assert (row.loss, row.grad_norm) == (known.loss, known.grad_norm)
+        assert (row.loss, row.grad_norm, row.digests) == (known.loss, known.grad_norm, known.digests)
     manifest = (checkout / "baselines/h200/manifest.txt").read_text(encoding="ascii")
     assert all(CURVE.format(case) in manifest for case in cases)
     copied = f"h200/loss.json: {SHARED} holds the values of cpu"  # so it does here
@@ -152,13 +151,13 @@ def test_as_recorded_is_green(checkout: Path, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("other", ["bf16", "rowwise_with_gw_hp"])
 def test_another_formats_curve_is_red(checkout: Path, tmp_path: Path, other: str) -> None:
-    """The numbers of another format under the right names: the gradient digests of step 1 tell."""
+    """The numbers of another format under the right names are outside of the band, from step 1."""
     swapped = {name: loss_file(other)[name] for name in ("steps", "digests")}
     judgement = judged(checkout, tmp_path / "run", {"llama3-debug-rowwise": swapped})
     assert judgement.exit_code == 1
     verdict, message = verdicts(judgement)["llama3-debug-rowwise"]
     assert verdict == "REGRESSION"
-    assert message.startswith("digests: gradient digest of layers.")
+    assert message.partition(":")[0] in ("digests", "windows")
     assert "at step 1" in message
 
 

@@ -270,7 +270,9 @@ def test_launches(
 
 
 @cases("partial", formats_=("e4m3fn",))
-def test_only_what_is_asked(recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int) -> None:
+def test_only_what_is_asked(
+    recipe: str, fmt: str, suffix: str, plan: ExpertPlan, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients of x alone, or of weights alone, are those of both; without gradients nothing is kept for them."""
     m = sum(SIZES) + TAIL
     dy = normal((m, N), device, seed + 1)
@@ -285,10 +287,12 @@ def test_only_what_is_asked(recipe: str, fmt: str, suffix: str, plan: ExpertPlan
     assert_bits_equal(found[0][2], found[2][2], "gradient of w alone")
     assert found[1][2] is None
     assert found[2][1] is None
-    with torch.no_grad(), launch.recording() as ran:
-        (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
-    assert_bits_equal(found[0][0], y, "output without gradients")
-    assert set(ran) == {"quantize_together", "grouped_scaled_mm"}
+    for one_launch, quantisers in ((True, {"quantize_together"}), (False, {"quantize_rowwise", "quantize_experts"})):
+        monkeypatch.setattr("fp8stack.moe.ONE_LAUNCH", {plan.target: one_launch})
+        with torch.no_grad(), launch.recording() as ran:
+            (y,) = fp8_grouped_mm(x, (w,), ends(SIZES, device), plan)
+        assert_bits_equal(found[0][0], y, "output without gradients")
+        assert set(ran) == {*quantisers, "grouped_scaled_mm"}
 
 
 @cases("strides", formats_=("e4m3fn",), recipes=("rowwise_with_gw_hp",))

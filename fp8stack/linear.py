@@ -217,11 +217,20 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in dtype, as the result of an autograd.Function: `.to` is not called where it does nothing.
+
+    torch.compile of 2.11 gives zero gradients, silently, where the last thing that a forward calls returns the very
+    tensor it was given (pytorch/pytorch#180642); delete when 2.11 is not supported.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a (M,K) @ b (K,N) [+ bias (N)] -> (M,N) in out_dtype, for operands that `widened` returned."""
     with without_autocast(a):
         total = a @ b if bias is None else torch.addmm(bias.to(a.dtype), a, b)
-    return total.to(out_dtype)
+    return rounded(total, out_dtype)
 
 
 class _HighPrecisionLinear(torch.autograd.Function):
@@ -389,7 +398,7 @@ def _gemm(
     # The meta device has no backend; the shapes and the dtype are the same by each.
     if out_dtype == torch.float32 and a.device.type != "meta" and choose_backend(a, b.t()) == "torch":
         inner = torch.bfloat16 if inverse_a.ndim else torch.float32
-        y = scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum).to(out_dtype)
+        y = rounded(scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum), out_dtype)
         return y if bias is None else y + bias
     return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
 

@@ -217,11 +217,11 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
-def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in dtype, for results of autograd functions: x itself, without a call of `to`, where it is that already.
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in dtype, as the result of an autograd.Function: `.to` is not called where it does nothing.
 
-    torch.compile of torch 2.11 loses the gradient of an autograd function whose forward returns what a `to` without
-    effect returned: every gradient before it is zero, and nothing says so.
+    torch.compile of 2.11 gives zero gradients, silently, where the last thing that a forward calls returns the very
+    tensor it was given (pytorch/pytorch#180642); delete when 2.11 is not supported.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -230,7 +230,7 @@ def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torc
     """a (M,K) @ b (K,N) [+ bias (N)] -> (M,N) in out_dtype, for operands that `widened` returned."""
     with without_autocast(a):
         total = a @ b if bias is None else torch.addmm(bias.to(a.dtype), a, b)
-    return in_dtype(total, out_dtype)
+    return rounded(total, out_dtype)
 
 
 class _HighPrecisionLinear(torch.autograd.Function):
@@ -398,7 +398,7 @@ def _gemm(
     # The meta device has no backend; the shapes and the dtype are the same by each.
     if out_dtype == torch.float32 and a.device.type != "meta" and choose_backend(a, b.t()) == "torch":
         inner = torch.bfloat16 if inverse_a.ndim else torch.float32
-        y = in_dtype(scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum), out_dtype)
+        y = rounded(scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=inner, fast_accum=fast_accum), out_dtype)
         return y if bias is None else y + bias
     return scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
 

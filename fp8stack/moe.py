@@ -90,7 +90,7 @@ from fp8stack.linear import (
     Plan,
     Recipe,
     autocast_dtype,
-    in_dtype,
+    rounded,
     wide_dtype,
     without_autocast,
 )
@@ -810,7 +810,7 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(y_RD, weights_TK, order_R, inverse_R)
         wide = wide_dtype(y_RD)
         rows_TKD = y_RD.index_select(0, inverse_R).view(*weights_TK.shape, y_RD.shape[1]).to(wide)
-        return in_dtype((rows_TKD * weights_TK.to(wide).unsqueeze(-1)).sum(dim=1), y_RD.dtype)
+        return rounded((rows_TKD * weights_TK.to(wide).unsqueeze(-1)).sum(dim=1), y_RD.dtype)
 
     @staticmethod
     @once_differentiable

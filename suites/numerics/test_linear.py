@@ -390,7 +390,7 @@ def test_nan_row(recipe: str, fmt: str, suffix: str, dialect: str, device: str, 
 def test_compiled(recipe: str, dtype: torch.dtype, device: str, seed: int) -> None:
     """A layer as one graph gives the eager bits, all gradients included; recipe bf16 is the layer not converted.
 
-    Without Inductor, which sums in another order. Compilers lose gradients without a word: linear.in_dtype says how.
+    Without Inductor, which sums in another order. Compilers lose gradients without a word: linear.rounded says how.
     """
     torch._dynamo.reset()
     found = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from fp8stack import parallel, train
+from fp8stack import formats, linear, moe, parallel, train
 from fp8stack.config import TrainConfig
 from fp8stack.data import Batch
 from fp8stack.parallel import GEMMS, UnseenGemm
@@ -190,6 +192,53 @@ def test_compiled_blocks() -> None:
     assert result.steps == plain.steps
     assert trainer.compiler.graphs == 1
     assert trainer.gemms.recomputed == SHORT.layers * (LINEARS // 2)
+
+
+class Made(TorchFunctionMode):
+    """Keeps every tensor that a call inside it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.tensors += [found] if isinstance(found, torch.Tensor) else []
+        return found
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32")])
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "rowwise_with_gw_hp", "tensorwise"])
+@pytest.mark.parametrize("played", ["cpu", "cuda"])
+def test_what_a_forward_returns_is_made_once(played: str, recipe: str, dtype: torch.dtype) -> None:
+    """No autograd.Function ends with a call that returns the tensor it was given, such as `.to` of its own dtype.
+
+    torch.compile of 2.11 gave all blocks gradients of zero so, under the right loss (pytorch/pytorch#180642).
+    """
+    context: Any = types.SimpleNamespace(save_for_backward=lambda *_: None, needs_input_grad=(True,) * 6)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(32, 32, generator=generator).to(dtype) for _ in range(2))
+    experts, offs = weight.expand(2, 32, 32).contiguous(), torch.tensor([16, 32], dtype=torch.int32)
+    order = moe.sort_by_expert(torch.arange(32)[:, None] % 2, 2)
+    wide = torch.ones(32, 1, dtype=torch.float64 if played == "cpu" else torch.float32)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (moe._Dispatch, (x, order.order_R, order.inverse_R)),
+        (moe._Combine, (x, wide, order.order_R, order.inverse_R)),
+    ]
+    if recipe == "bf16":
+        calls += [(linear._HighPrecisionLinear, (x, weight, None)), (linear._HighPrecisionLinear, (x, weight, x[0]))]
+        calls += [(moe._HighPrecisionGroupedMM, (x, offs, experts))]
+    else:
+        row = linear.RECIPES[recipe]
+        plan = linear.Plan(row, formats.get("e4m3fn"), formats.get("e5m2"))
+        calls += [(linear._Float8LinearFunction, (x, weight, bias, plan)) for bias in (None, x[0])]
+        of_experts = moe.ExpertPlan(moe.EXPERT_RECIPES[recipe], plan.e4m3)
+        calls += [(moe._Float8GroupedMM, (x, offs, of_experts, True, experts))]
+    for function, arguments in calls:
+        with linear.playing(played), torch.no_grad(), Made() as made:
+            results = function.forward(context, *arguments)
+        for result in results if isinstance(results, tuple) else (results,):
+            assert sum(tensor is result for tensor in made.tensors) == 1, function.__name__
 
 
 def test_rows_of_experts_are_sharded() -> None:

@@ -108,7 +108,8 @@ def test_a_run_leaves_nothing() -> None:
 def run_of(variant: str, step: float, **changes: Any) -> Run:
     fields: dict[str, Any] = {
         "tokens_a_step": 8192, "step_seconds": [step, step * 1.5, step], "forward_seconds": [0.1],
-        "backward_seconds": [0.2], "peak_bytes": 1000, "gemms": {"recomputed": 48}, **changes,
+        "backward_seconds": [0.2], "peak_bytes": 1000, "gemms": {"recomputed": 48}, "loss": [12.0, 9.0],
+        "grad_norm": [2.0, 1.0], **changes,
     }  # fmt: skip
     return Run(variant, 1, {}, "", 0, **fields)
 
@@ -119,6 +120,8 @@ def run_of(variant: str, step: float, **changes: Any) -> Run:
         pytest.param(run_of("rowwise", 1 / 1.2), [], id="just-fast-enough"),
         pytest.param(run_of("rowwise", 1 / 1.19), ["rowwise is 1.190x bf16, bar 1.20"], id="slow"),
         pytest.param(run_of("rowwise", 0.5, gemms={"recomputed": 0}), ["recomputes 0 products, bf16 48"], id="gemms"),
+        pytest.param(run_of("rowwise", 0.5, loss=[12.2]), ["has loss 12.2000 in its first step"], id="loss"),
+        pytest.param(run_of("rowwise", 0.5, grad_norm=[1.0]), ["has grad_norm 1.0000 in"], id="half-a-backward-pass"),
         pytest.param(run_of("rowwise", 0.5, peak_bytes=1021), ["1.021 of the peak memory of bf16"], id="more-memory"),
         pytest.param(run_of("rowwise", 0.5, peak_bytes=979), ["0.979 of the peak memory of bf16"], id="less-memory"),
         pytest.param(run_of("rowwise", 0.5, peak_bytes=1019), [], id="a-little-memory"),

@@ -392,6 +392,8 @@ def test_compiled(recipe: str, dtype: torch.dtype, device: str, seed: int) -> No
 
     Without Inductor, which sums in another order. Compilers lose gradients without a word: linear.rounded says how.
     """
+    if recipe == "mxfp8" and detect(device).arch.e4m3.endswith("fnuz"):
+        pytest.skip(f"mxfp8 is for OCP formats; {detect(device).arch.name} has {detect(device).arch.e4m3}")
     torch._dynamo.reset()
     found = []
     for compiled in (False, True):

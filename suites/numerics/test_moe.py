@@ -520,6 +520,8 @@ def test_compiled_layer(recipe: str, device: str, seed: int) -> None:
 
     Without Inductor, which sums in another order.
     """
+    if recipe == "mxfp8" and detect(device).arch.e4m3.endswith("fnuz"):
+        pytest.skip(f"mxfp8 is for OCP formats; {detect(device).arch.name} has {detect(device).arch.e4m3}")
     torch._dynamo.reset()
     found: list[dict[str, torch.Tensor]] = []
     for compiled in (False, True):

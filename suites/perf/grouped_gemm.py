@@ -92,6 +92,10 @@ def torch_fp8(given: Operands) -> torch.Tensor:
     return grouped_gemm.call_torch(given.a, given.b, given.inverse_a, given.inverse_b, given.offs, True)
 
 
+def torch_fp8_exact(given: Operands) -> torch.Tensor:
+    return grouped_gemm.call_torch(given.a, given.b, given.inverse_a, given.inverse_b, given.offs, False)
+
+
 def torch_bf16(given: Operands) -> torch.Tensor:
     return torch._grouped_mm(given.a_bf16, given.b_bf16, offs=given.offs_bf16, out_dtype=torch.bfloat16)
 
@@ -141,6 +145,7 @@ def time_gemm(shape: Shape, gemm: str, fmt: str, where: torch.device, rounds: in
         "ours": _ours(True, 16),
         "ours exact": _ours(False, 16),
         "torch fp8": torch_fp8,
+        "torch fp8 exact": torch_fp8_exact,
         "ours bf16": _ours_bf16,
         "torch bf16": torch_bf16,
     }

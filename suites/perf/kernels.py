@@ -13,6 +13,7 @@ numerics case, 2 usage, 4 no GPU.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import importlib
 import importlib.util
@@ -493,9 +494,16 @@ def provenance(where: torch.device, found: device.Detected) -> dict[str, object]
     }
 
 
-def render(rows: Sequence[dict[str, object]]) -> str:
+def _compile(row: Row, fmt: str) -> None:
+    """In a process of its own: time a row once, for what that leaves in the caches of Triton and Inductor."""
+    time_row(row, fmt, torch.device("cuda", torch.cuda.current_device()), 1)
+
+
+def render(rows: Sequence[dict[str, object]], heading: bool = True) -> str:
     """The table for people: microseconds, GB/s, share of the copy beside bar and goal, speed-up over the others."""
-    lines = [f"{'case':54} {'ran':9} {'us':>8} {'GB/s':>6} {'of copy':>7} {'bar':>5} {'goal':>5}  against"]
+    lines = []
+    if heading:
+        lines.append(f"{'case':54} {'ran':9} {'us':>8} {'GB/s':>6} {'of copy':>7} {'bar':>5} {'goal':>5}  against")
     for row in rows:
         us, share = row["median_us"], row["share_of_copy"]
         against = ", ".join(f"{us[n] / us['ours']:.2f}x {n}" for n in us if n not in ("copy", "ours"))
@@ -512,8 +520,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="time this op only; may be repeated")
     parser.add_argument("--format", choices=sorted(formats.FORMATS), help="default: the e4m3 format of this arch")
     parser.add_argument("--rounds", type=int, default=30, help="samples a candidate (default 30)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that check the numerics first (default 1)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile, and check the numerics first (default 1)"
+    )
     parser.add_argument("--json", type=Path, help="write raw samples and provenance to this file")
+    parser.add_argument("--unchecked", action="store_true", help="skip the numerics cases")
     parser.add_argument("--gate", action="store_true", help="exit 1 if a row is below its bar")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -522,15 +533,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = torch.device("cuda", torch.cuda.current_device())
     found = device.detect(where)
     ops = options.op or sorted(OPS)
-    if check_first(ops, options.jobs) != 0:
+    if not options.unchecked and check_first(ops, options.jobs) != 0:
         print("a numerics case of these ops is red; nothing was timed; mend it first", file=sys.stderr)
         return 1
     fmt = options.format or found.arch.e4m3
-    rows = [time_row(row, fmt, where, options.rounds) for row in ROWS if row.op in ops]
-    print(render(rows))
+    asked = [row for row in ROWS if row.op in ops]
+    if options.jobs > 1:  # chains and peers of a row take longer to compile than to time
+        with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(_compile, asked, [fmt] * len(asked)))
+    rows: list[dict[str, object]] = []
+    for row in asked:
+        rows.append(time_row(row, fmt, where, options.rounds))
+        print(render(rows[-1:], heading=len(rows) == 1), flush=True)
+        if options.json:  # after each row: what was measured is kept if a later one fails
+            document = {"provenance": provenance(where, found), "rows": rows}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
     print(f"copy: {rows[0]['copy_gb_per_s']:.0f} GB/s on {torch.cuda.get_device_name(where)}")
-    if options.json:
-        options.json.write_text(json.dumps({"provenance": provenance(where, found), "rows": rows}, indent=1) + "\n")
     below = [r["case"] for r in rows if r["bar"] is not None and not r["share_of_copy"]["ours"] >= r["bar"]]
     if below:
         print("below the bar: " + ", ".join(below), file=sys.stderr)

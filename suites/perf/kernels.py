@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys

@@ -257,8 +257,9 @@ GEMMS: dict[str, str] = {
         )
     },
 }
-# Marks of torch's profiler are no computation. FSDP2 makes other ones around a unit within a block, as experts are under
-# expert parallelism, when the block is recomputed, and torch 2.13 refuses a region that is not repeated op by op.
+
+# Marks of torch's profiler are no computation. FSDP2 makes other ones around a unit within a block, as experts under
+# expert parallelism are, when the block is recomputed, and torch 2.13 refuses a region that is not repeated op by op.
 SAC_IGNORED_OPS.update(
     (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
 )
@@ -316,10 +317,23 @@ def checkpoint_activations(blocks: nn.ModuleList, mode: str, compiled: bool) -> 
     return decisions
 
 
+_recomputing = False
+
+
+def recomputing() -> bool:
+    """Whether a block's forward runs for its backward pass. Not known of compiled blocks."""
+    return _recomputing
+
+
 @contextmanager
 def _marked(name: str, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with record_function(name), inner:
-        yield
+    global _recomputing
+    before, _recomputing = _recomputing, name == _RECOMPUTED
+    try:
+        with record_function(name), inner:
+            yield
+    finally:
+        _recomputing = before
 
 
 # ------------------------------------------------------------------------------------------------------------- counting

@@ -272,8 +272,8 @@ def test_gradients_of_experts(size: int, degree: int, alone: tuple[list[Any], di
     """However ranks share the experts, every parameter has the gradient that one rank computes: norms within 1e-3.
 
     A known fault leaves those of experts multiplied by the degree, under an unchanged loss curve. A norm's weight has
-    64 or 128 elements only, over which the roundings of its gradient do not average out so far. Recomputed or not: where
-    all ranks share the experts between them, torch 2.13 refused the recomputed block for FSDP2's marks in it.
+    64 or 128 elements only, over which the roundings of its gradient do not average out so far. Recomputed or not:
+    where all ranks share the experts between them, torch 2.13 refused the block for FSDP2's marks in it.
     """
     steps, digests = alone
     recompute = {(2, 1): "none", (2, 2): "full", (4, 2): "selective"}[size, degree]

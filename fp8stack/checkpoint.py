@@ -3,7 +3,7 @@
     OUT/checkpoints/step-00000100/           complete: it has this name
         facts.json                           step, configuration, versions: for people and for the check before a resume
         .metadata, __0_0.distcp, ...         torch.distributed.checkpoint: each rank writes the rows that it holds
-    OUT/checkpoints/step-00000200.partial/   being written, or left by a kill: never read, removed at the next start
+    OUT/checkpoints/step-00000200.partial/   being written, or left by a kill: never read, removed before the next save
 
 Only plain float32 tensors are inside, by name: `model/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` of the optimiser, and
 `adam_step`. FP8 needs no state of its own: scales are computed afresh in every step. Nothing of this package is needed
@@ -56,13 +56,11 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo")
         self._first = dist.get_rank() == 0
         self._writing: tuple[int, Future[Any]] | None = None
-        self.ignored: list[str] = []
+        self._cleared = False
         if self._first:
             folder.mkdir(parents=True, exist_ok=True)
-            self.ignored = incomplete(folder)
-            for name in self.ignored:
-                shutil.rmtree(folder / name)
         dist.barrier(self._group)
+        self.ignored = incomplete(folder)
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the latest step, or None."""
@@ -75,6 +73,7 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         """Copy `state` and begin to write it; returns as soon as `state` may change. Raises as `wait` does."""
         self.wait()
+        self._clear()
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         future = dcp.async_save(state, checkpoint_id=str(partial), process_group=self._group)
@@ -92,6 +91,21 @@ class Checkpoints:
 
         future.add_done_callback(finish)
         self._writing = (step, finished)
+
+    def free_bytes(self) -> int:
+        """Room for the next save, for which what was cut off before makes way."""
+        cut = (path for name in self.ignored for path in (self.folder / name).rglob("*"))
+        return shutil.disk_usage(self.folder).free + sum(path.stat().st_size for path in cut if path.is_file())
+
+    def _clear(self) -> None:
+        """Once, remove what was cut off before: not at the start, where a run may yet be refused and change nothing."""
+        if self._cleared:
+            return
+        if self._first:
+            for name in self.ignored:
+                shutil.rmtree(self.folder / name)
+        dist.barrier(self._group)
+        self._cleared = True
 
     def wait(self) -> None:
         """Until the last save is complete. Raises CheckpointError, on every rank, if it could not be written."""

@@ -21,7 +21,6 @@ Exit codes: 0 inside the band, 1 outside, 2 a run that cannot be read.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -30,6 +29,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fp8stack.command import Parser
 
 # First and last step of each window; the tail is the last 20 steps, whatever their number.
 WINDOWS = ((1, 1), (2, 5), (6, 10), (11, 20), (21, 50), (51, 100))
@@ -288,7 +289,8 @@ def _check_unfused(a: Run, b: Run, unfused: Run) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, read, print. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        RunError,
         prog="python -m fp8stack.compare",
         description="Two runs side by side: curves, band, first step outside, gradient norms and saturation by layer.",
         epilog="Exit codes: 0 inside the band, 1 outside, 2 a run that cannot be read.",
@@ -299,8 +301,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--unfused", type=Path, metavar="RUN", help="B's recipe with --quantisation unfused: share of the gap recovered"
     )
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         a, b, *nudged = (read_run(folder) for folder in (arguments.run_a, arguments.run_b, *arguments.nudged))
         odd = [run.folder for run in nudged if run.told.get("config_hash") != a.told.get("config_hash")]
         if odd:

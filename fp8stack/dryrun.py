@@ -4,15 +4,19 @@ What is measured here is what the trainer does, not what somebody computed on pa
 FakeTensorMode, and every collective that FSDP2 and the trainer issue is written down with its size. Against real gloo
 runs of 2 and 4 ranks counts and bytes are equal (suites/unit/test_dryrun.py).
 
-    sizes          parameters, and FLOPs a token (utilisation.py)
+    sizes          parameters, FLOPs a token (utilisation.py), and those that activation checkpointing repeats, counted
     collectives    of the second step (FSDP2 learns its order in the first): op, ranks in the group, count, bytes.
                    Bytes are those of the whole: what an all-gather returns, what a reduce-scatter takes
-    memory         a rank's peak in the third step by class, from torch's FSDP2 memory tracker
+    memory         a rank's peak in the third step by class, from torch's FSDP2 memory tracker. What a recomputed block
+                   holds is "temporary" there
     peak rates     of --device-name, or null and why
 
 Blocks repeat. A model of more than `_WHOLE` is run with `_SHORT` and `_SHORT` + 1 blocks, and the difference is added
 for each further one: exact for counts, bytes and every class of memory that grows with depth. Of a model with experts
 the further ones are blocks of experts: `_SHORT` holds its dense ones and at least one of those.
+
+The peak of a deep model may be at another moment than that of a short one: where the backward pass begins, activations
+of all blocks are there, where it ends, gradients are. Each such moment is extended by itself, and the largest counts.
 
 Experts are assumed to be chosen equally often, so that every rank sends and receives the rows of its own tokens. A real
 router's ranks receive more or fewer; over all ranks the bytes are these.
@@ -23,9 +27,10 @@ FLOP is one of BF16.
 
 **Simulated, not measured:** with a topology file, step time and weak scaling (tokens a rank constant). A collective
 over n ranks takes log2(n) latencies and moves (n-1)/n of its bytes (twice that for an all-reduce), at the rate of a
-node's links within a node, of the network beyond. Communication hides behind computation except for the first unit's.
-No contention, no stragglers, no congestion: an upper bound of the speed, good for comparing plans. The degree of expert
-parallelism stays; of a cluster with fewer GPUs than that there is no row.
+node's links within a node, of the network beyond. Computing is all products, repeated ones among them, at the device's
+peak rates times the topology's efficiency. Communication hides behind it except for the first unit's. No contention, no
+stragglers, no congestion: an upper bound of the speed, good for comparing plans. The degree of expert parallelism
+stays; of a cluster with fewer GPUs than that there is no row.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ from fp8stack.config import ConfigError, TrainConfig
 from fp8stack.data import SYNTHETIC
 from fp8stack.device import Detected
 from fp8stack.models import HIGH_PRECISION, Transformer
-from fp8stack.parallel import World, place
+from fp8stack.parallel import GEMMS, World, place, recomputing
 from fp8stack.utilisation import Peaks, flops_a_token, peaks_of
 
 _WHOLE, _SHORT = 8, 4
@@ -94,12 +99,43 @@ class CollectiveRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class RecomputedProducts(TorchDispatchMode):
+    """Adds up the FLOPs of products that run inside it because a block is recomputed, by the peak that bounds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = {"bf16": 0, "fp8": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every op."""
+        kind = GEMMS.get(func._schema.name) if recomputing() else None
+        if kind is not None:
+            fp8 = "scaled" in func._schema.name or "fp8" in func._schema.name.partition("::")[2]
+            self.flops["fp8" if fp8 and kind == "linear" else "bf16"] += _product_flops(func._schema.name, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _product_flops(name: str, args: Any) -> int:
+    """2 for each multiplication and its addition; of attention without the mask, as in utilisation.py."""
+    if name.startswith("aten::_scaled_dot_product"):
+        q, k, v = args[:3]
+        return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    left, right = tensors[1:3] if name in ("aten::addmm", "aten::baddbmm") else tensors[:2]
+    return 2 * left.numel() * right.shape[-1]
+
+
 @dataclass(frozen=True)
 class Measured:
-    """One step of one rank: collectives (count, bytes), and memory at its peak by class, bytes."""
+    """One step of one rank: collectives (count, bytes), and memory at its peak by class, bytes.
+
+    moments: memory by class at the peak of each of a few moments, of a model to be extended. recomputed: FLOPs.
+    """
 
     collectives: dict[Key, tuple[int, int]]
     memory: dict[str, int]
+    moments: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    recomputed: dict[str, int] = dataclasses.field(default_factory=lambda: {"bf16": 0, "fp8": 0})
 
     def extended(self, longer: Measured, blocks: int) -> Measured:
         """`longer`, which has one block more than this, with `blocks` further ones."""
@@ -107,6 +143,11 @@ class Measured:
         def line(a: int, b: int) -> int:
             return b + (b - a) * blocks
 
+        def lines(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+            return {key: line(a.get(key, 0), size) for key, size in b.items()}
+
+        memory = lines(self.memory, longer.memory)
+        moments = {name: lines(at, longer.moments[name]) for name, at in self.moments.items() if name in longer.moments}
         return Measured(
             {
                 key: (
@@ -115,7 +156,9 @@ class Measured:
                 )
                 for key, (count, size) in longer.collectives.items()
             },
-            {key: line(self.memory.get(key, 0), size) for key, size in longer.memory.items()},
+            max((memory, *moments.values()), key=lambda classes: classes["total"]),
+            moments,
+            lines(self.recomputed, longer.recomputed),
         )
 
 
@@ -149,21 +192,45 @@ def _measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = place(torch.device("cpu"), config.expert_parallel, plays=device_type)
-        recorder = CollectiveRecorder()
+        recorder, products = CollectiveRecorder(), RecomputedProducts()
         with FakeTensorMode(allow_non_fake_inputs=True), linear.playing(device_type):
             step, model, optimiser = make(config, world)
             step()
-            with recorder:
+            with recorder, products:
                 step()
             # In a step of its own: its hooks replace FSDP2's, and it gathers norm and head twice (torch 2.13).
             tracker = FSDPMemTracker(model, optimiser)
             with tracker:
                 step()
-        peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
+        memory = _by_class(tracker.get_tracker_snapshot("peak"))
+        moments = _moments(tracker, model)
     finally:
         dist.destroy_process_group()
-    memory = {_CLASSES[str(getattr(kind, "value", kind))]: size for kind, size in peak.items()}
-    return Measured({key: (count, size) for key, (count, size) in sorted(recorder.found.items())}, memory)
+    collectives = {key: (count, size) for key, (count, size) in sorted(recorder.found.items())}
+    return Measured(collectives, memory, moments, products.flops)
+
+
+def _by_class(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
+    """A snapshot of torch's memory tracker, of the one device there is, in the words of the report."""
+    return {_CLASSES[str(getattr(kind, "value", kind))]: size for kind, size in next(iter(snapshot.values())).items()}
+
+
+def _moments(tracker: Any, model: torch.nn.Module) -> dict[str, dict[str, int]]:
+    """Memory at the peak of the backward pass of the head, of the last block, of the first and of the embedding."""
+    units: dict[str, tuple[torch.nn.Module, ...]] = {
+        "head": (model.norm, model.output),
+        "last block": (model.layers[-1],),
+        "first block": (model.layers[0],),
+        "embedding": (model.tok_embeddings,),
+    }
+    found = {}
+    for name, modules in units.items():
+        for module in modules:  # of norm and head, which are one unit, one is on record
+            stats = tracker.memory_tracking.get(module)
+            for state, snapshots in stats.snapshots.items() if stats is not None else ():
+                if state.name == "PEAK_BW":
+                    found[name] = max(map(_by_class, snapshots), key=lambda classes: classes["total"])
+    return found
 
 
 _CLASSES = {
@@ -325,6 +392,7 @@ def dry_run(
         "tokens_a_step": config.batch * config.seq,
         "flops_a_token": flops.total,
         "flops_a_token_fp8": flops.fp8,
+        "flops_a_token_recomputed": sum(measured.recomputed.values()) * ranks / (config.batch * config.seq),
         "device_name": device_name,
         "peak_bf16_tflops": peaks.bf16_tflops if known else None,
         "peak_fp8_tflops": peaks.fp8_tflops if known else None,
@@ -339,8 +407,10 @@ def dry_run(
         if not known:
             raise ConfigError(f"--topology needs peak rates: {peaks}; expected a known device; correct --device-name")
         tokens = config.batch * config.seq // ranks
-        fp8 = (peaks.fp8_tflops or peaks.bf16_tflops) * 1e12
-        seconds = tokens * (flops.bf16 / (peaks.bf16_tflops * 1e12) + flops.fp8 / fp8)
+        bf16 = peaks.bf16_tflops * 1e12
+        fp8 = (peaks.fp8_tflops or peaks.bf16_tflops) * 1e12 if detected is None or _native(detected) else bf16
+        again = measured.recomputed
+        seconds = (tokens * flops.bf16 + again["bf16"]) / bf16 + (tokens * flops.fp8 + again["fp8"]) / fp8
         report["simulated"] = {
             "topology": str(topology_file),
             "weak_scaling": weak_scaling(
@@ -359,7 +429,8 @@ def text(report: dict[str, Any]) -> str:
         f"{f', experts over {degree}' if degree > 1 else ''} (dry run: one rank, on fake tensors)",
         f"parameters           {report['parameters']:,}",
         f"tokens a step        {report['tokens_a_step']:,}",
-        f"FLOPs a token        {report['flops_a_token']:,.0f}, of which in FP8 {report['flops_a_token_fp8']:,.0f}",
+        f"FLOPs a token        {report['flops_a_token']:,.0f}, of which in FP8 {report['flops_a_token_fp8']:,.0f}"
+        f"; recomputed {report['flops_a_token_recomputed']:,.0f}",
     ]
     if report["peak_reason"] is None:
         fp8 = report["peak_fp8_tflops"]

@@ -8,29 +8,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from fp8stack.command import Parser
 from fp8stack.config import ConfigError, TrainConfig
 from fp8stack.device import OVERRIDE
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors: one line, like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse for anything it cannot parse."""
-        raise ConfigError(f"{message}; expected the options that --help lists; correct the command")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The options of `python -m fp8stack.train`: a field of TrainConfig each, and what is done with a run."""
-    options = _Parser(
+    options = Parser(
+        ConfigError,
         prog="python -m fp8stack.train",
         description="Train a model, in one process or under torchrun; one JSON line a step (loss, gradient norm, code "
         "counts, speed, utilisation, matrix products).",
         epilog=f"{OVERRIDE}=gfx942 trains with the formats of that arch on any machine. Exit codes: 0 done, "
         "1 stopped by a non-finite value or a checkpoint that could not be written, 2 bad input.",
-        allow_abbrev=False,
     )
     for entry in dataclasses.fields(TrainConfig):
         kind: dict[str, Any] = (

@@ -62,7 +62,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fp8stack.config import ConfigError
 from fp8stack.models import Transformer
@@ -252,6 +257,13 @@ GEMMS: dict[str, str] = {
         )
     },
 }
+
+# Marks of torch's profiler are no computation. FSDP2 makes other ones around a unit within a block, as experts under
+# expert parallelism are, when the block is recomputed, and torch 2.13 refuses a region that is not repeated op by op.
+SAC_IGNORED_OPS.update(
+    (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
+)
+
 # Ops that run once a step whatever is recomputed.
 ONCE = ("fp8stack::count_codes", "fp8stack::count_load")
 
@@ -305,10 +317,23 @@ def checkpoint_activations(blocks: nn.ModuleList, mode: str, compiled: bool) -> 
     return decisions
 
 
+_recomputing = False
+
+
+def recomputing() -> bool:
+    """Whether a block's forward runs for its backward pass. Not known of compiled blocks."""
+    return _recomputing
+
+
 @contextmanager
 def _marked(name: str, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with record_function(name), inner:
-        yield
+    global _recomputing
+    before, _recomputing = _recomputing, name == _RECOMPUTED
+    try:
+        with record_function(name), inner:
+            yield
+    finally:
+        _recomputing = before
 
 
 # ------------------------------------------------------------------------------------------------------------- counting

@@ -6,15 +6,14 @@ A, B, C are traces or folders that hold one; for three the order is: bf16, FP8 u
 gap recovered is printed: (fused - unfused) / (bf16 - unfused) in steps a second. A trace opens in Perfetto as it is.
 
 A GPU's time is that of its kernels, copies and fills. A trace without any (a CPU's) is read by the self time of its
-operators; what runs inside a quantiser or a matrix product belongs to that one's class. A name belongs to the first
-class of CLASSES whose pattern it matches; kernels that a compiler fused and named itself are elementwise. One
-exception: whatever a quantiser launched is quantisation, as the chain of plain operators (kernels/unfused.py) consists
-of kernels that do many things; their names are marked.
+operators; what runs inside a quantiser or a matrix product belongs to that one's class, and its name is marked. A name
+belongs to the first class of CLASSES whose pattern it matches; kernels that a compiler fused and named itself are
+elementwise. One exception: whatever a quantiser launched is quantisation, as the chain of plain operators
+(kernels/unfused.py) consists of kernels that do many things; their names are marked too.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import collections
 import functools
@@ -31,6 +30,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from fp8stack.command import Parser
+
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
@@ -39,16 +40,31 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"nccl|rccl|gloo|c10d::|all_?gather|all_?reduce|reduce_?scatter|all_?to_?all|broadcast_coalesced",
         ),
         ("attention", r"attention|flash|fmha|aten::b(add)?bmm|aten::bmm|aten::_?softmax"),
-        ("quantisation", r"quantize|cast_saturating|decode_codes|count_codes|amax"),
-        ("GEMM", r"gemm|cutlass|cublas|nvjet|Cijk_|wgmma|matmul|(^|[:_])(add)?mm(_|$)|scaled_mm|grouped_mm|xmma"),
-        ("memory copy", r"memcpy|memset|aten::copy_|aten::fill_|aten::zero_|aten::(_to_copy|to)$"),
+        (
+            "quantisation",
+            r"quantize|decode_codes|count_codes|amax|^_cast_(saturating|rows|columns|turned)_kernel|cast_saturating$|"
+            r"^_(column_scales|scale)_kernel",
+        ),
+        (
+            "GEMM",
+            r"gemm|cutlass|cublas|nvjet|Cijk_|wgmma|matmul|(^|[:_])(add)?mm(_|$)|scaled_mm|grouped_mm|grouped_mxfp8_mm|"
+            r"xmma|splitk|^_(grouped|grouped_mxfp8|scaled|list_tiles|mend|settle_offs)_kernel",
+        ),
+        (
+            "memory copy",
+            r"memcpy|memset|aten::copy_|aten::fill_|aten::zero_|aten::(_to_copy|to)$|split_with_sizes_copy|chunk_cat|"
+            r"CatArray",
+        ),
         (
             "elementwise",
-            r"^aten::|elementwise|vectorized|^triton_|reduce_kernel|foreach|multi_tensor|fused_adam|index|embedding|^prims::",
+            r"^aten::|elementwise|vectorized|^triton_|reduce_kernel|foreach|multi_tensor|fused_adam|index|embedding|"
+            r"^prims::|softmax|nll_loss|gather|scatter|sort|topk|^void cub::|^void at_cuda_detail::cub::",
         ),
     )
 )
 OTHER = "other"
+# What Inductor fuses it names after the operators that it took in, products beside it among them.
+_FUSED = re.compile(r"^triton_(?!tem_)")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -59,6 +75,8 @@ class TraceError(ValueError):
 @functools.cache
 def class_of(name: str) -> str:
     """The class of a kernel or operator by its name."""
+    if _FUSED.match(name):
+        return "elementwise"
     return next((label for label, pattern in CLASSES if pattern.search(name)), OTHER)
 
 
@@ -142,8 +160,13 @@ def _kernel_times(device: list[dict[str, Any]], spans: list[dict[str, Any]]) -> 
         name, time = str(event["name"]), float(event["dur"])
         kind = class_of(name)
         if kind != "quantisation" and (event.get("args") or {}).get("External id") in inside:
-            name, kind = f"{name} (of a quantiser)", "quantisation"
+            kind = "quantisation"
+            name = f"{name} (of {_WHOLE[kind]})"
         yield name, kind, time
+
+
+# Classes that what runs inside belongs to, and how its name is marked: elsewhere the same operator is of its own class.
+_WHOLE = {"quantisation": "a quantiser", "GEMM": "a product", "communication": "a collective", "attention": "attention"}
 
 
 def _self_times(spans: list[dict[str, Any]]) -> Iterable[tuple[str, str, float]]:
@@ -158,8 +181,9 @@ def _self_times(spans: list[dict[str, Any]]) -> Iterable[tuple[str, str, float]]
         kind = class_of(name)
         if stack:
             stack[-1][4] -= length
-            if stack[-1][3] in ("quantisation", "GEMM", "communication", "attention"):
+            if stack[-1][3] in _WHOLE and stack[-1][3] != kind:
                 kind = stack[-1][3]
+                name = f"{name} (of {_WHOLE[kind]})"
         stack.append([event.get("tid"), start + length, name, kind, length])
     while stack:
         yield tuple(stack.pop()[2:])  # type: ignore[misc]
@@ -291,14 +315,15 @@ def _short(trace: Kernels) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, read, print. Returns the exit code: 2 for a trace that cannot be used."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        TraceError,
         prog="python -m fp8stack.profile",
         description="Kernel time by class of one to three traces that train --profile wrote.",
     )
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="a trace, or a folder that holds one")
     parser.add_argument("--html", type=Path, help="write one HTML page too")
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         if len(arguments.traces) > 3:
             raise TraceError(f"{len(arguments.traces)} traces were given; expected one to three; drop some")
         traces = [read_trace(source) for source in arguments.traces]

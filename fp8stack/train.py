@@ -30,7 +30,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -654,7 +653,7 @@ def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoint
     try:
         checkpoints = Checkpoints(folder, keep)
         newest = checkpoints.newest()
-        need, free = checkpoint.needed_bytes(trainer.state()), shutil.disk_usage(folder).free
+        need, free = checkpoint.needed_bytes(trainer.state()), checkpoints.free_bytes()
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written ({error.strerror}); expected a folder; choose another --out"
@@ -669,7 +668,9 @@ def _open_checkpoints(arguments: dict[str, Any], trainer: Trainer) -> Checkpoint
     assert newest is not None  # _check_out saw one
     trainer.restore(newest)
     if trainer.world.rank == 0:
-        lost = f"; {', '.join(checkpoints.ignored)} was incomplete and is removed" if checkpoints.ignored else ""
+        lost = (
+            f"; {', '.join(checkpoints.ignored)} was incomplete and goes with the next" if checkpoints.ignored else ""
+        )
         print(f"resuming after step {trainer.step} from {newest}{lost}", file=sys.stderr)
     return checkpoints
 

@@ -287,7 +287,7 @@ def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
 
     answers = [dryrun.measure(config, ranks, device_type, make) for config, ranks, device_type in cases]
     assert not dist.is_initialized()
-    return [(answer.collectives, answer.memory) for answer in answers]
+    return [(answer.collectives, answer.memory, answer.moments, answer.recomputed) for answer in answers]
 
 
 def judged_curve(rank: int, config: Any) -> Any:

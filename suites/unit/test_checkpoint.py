@@ -147,10 +147,10 @@ def test_killed_save_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"ranks died: \{0: -9\}"):
         ranks.run_ranks(ranks.killed_in_a_save, config, str(folder), ranks=1)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002.partial"]
+    trainer = Trainer(config)
     checkpoints = Checkpoints(folder, keep=2)
     assert checkpoints.newest() == folder / "step-00000001"
     assert checkpoints.ignored == ["step-00000002.partial"]
-    trainer = Trainer(config)
     trainer.restore(folder / "step-00000001")
     assert [record.step for record in trainer.run(None, checkpoints, every=1).steps] == [2, 3, 4]
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004"]
@@ -215,9 +215,9 @@ def test_damaged_run_file(text: str, saved: tuple[Path, dict[str, float]], tmp_p
 def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No room for a checkpoint is an error before the first step; a disk that fills up later stops the run."""
     common = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "2", "--out", str(tmp_path)]
-    usage = train.shutil.disk_usage(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(train.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
         assert train.main([*common, "--checkpoint-every", "1"]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
@@ -269,19 +269,35 @@ REFUSED_LATE = {
 def test_a_refused_command_keeps_the_metrics(
     name: str, saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever is refused in the folder of a run, every line of its metrics.jsonl is still there."""
+    """Whatever is refused in the folder of a run, every line of its metrics.jsonl is still there; so is a cut save."""
     arguments, told = REFUSED_LATE[name]
     lines = "".join(f'{{"step": {step}}}\n' for step in range(1, 10))
     (tmp_path / "metrics.jsonl").write_text(lines)
     (tmp_path / "run.json").write_text("{}")
     if name != "again":
         shutil.copytree(saved[0], tmp_path / "checkpoints" / saved[0].name)
+        cut = tmp_path / "checkpoints" / "step-00000011.partial" / "__0_0.distcp"
+        cut.parent.mkdir()
+        cut.write_text("half of it")
     common = ["--recipe", "rowwise", "--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu"]
     assert train.main([*common, "--steps", "12", "--out", str(tmp_path), *arguments]) == 2
     err = capsys.readouterr().err
     assert told in err
     assert len([line for line in err.splitlines() if line.startswith("train: ")]) == 1
     assert (tmp_path / "metrics.jsonl").read_text() == lines
+    assert name == "again" or cut.read_text() == "half of it"
+
+
+def test_room_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kill left behind makes way for the next save, so it takes no room from it."""
+    Trainer(short(steps=1, recipe="bf16"))  # for its process group
+    file = tmp_path / "step-00000011.partial" / "deep" / "__0_0.distcp"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(1 << 20))
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert checkpoints.free_bytes() == 1000 + (1 << 20)
 
 
 def test_resume_of_nothing_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

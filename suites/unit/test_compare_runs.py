@@ -168,3 +168,13 @@ def test_bad_runs(make: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFi
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert told in err
+
+
+@pytest.mark.parametrize("arguments", [["one"], ["one", "other", "--band", "3"], ["one", "other", "--nudge", "x"]])
+def test_bad_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 and one line, not argparse's two; an option is not guessed from its beginning."""
+    assert compare.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("compare: ")
+    assert "--help" in err

@@ -29,12 +29,14 @@ CASES: dict[str, tuple[TrainConfig, int, str]] = {
     "experts": (dataclasses.replace(EXPERTS, recipe="rowwise"), 2, "cpu"),
     "parallel": (dataclasses.replace(EXPERTS, expert_parallel=2), 2, "cpu"),
     "both": (dataclasses.replace(EXPERTS, expert_parallel=2, layers=3), 4, "cpu"),
+    "full": (dataclasses.replace(SHORT, recompute="full"), 2, "cuda"),
+    "selective": (dataclasses.replace(FP8, recompute="selective"), 2, "cuda"),
     "longer": (dataclasses.replace(EXPERTS, expert_parallel=2, layers=4), 4, "cpu"),
 }
 
 
 @pytest.fixture(scope="module")
-def dry() -> dict[str, tuple[dict[Any, tuple[int, int]], dict[str, int]]]:
+def dry() -> dict[str, tuple[dict[Any, tuple[int, int]], dict[str, int], dict[str, Any], dict[str, int]]]:
     """The dry run of every case, in one process that has no other process group."""
     [answers] = ranks.run_ranks(ranks.dry_collectives, list(CASES.values()), ranks=1)
     return dict(zip(CASES, answers, strict=True))
@@ -81,7 +83,7 @@ def test_sizes_of_experts_by_hand(dry: dict[str, Any]) -> None:
     """
     size = CASES["both"][0].size
     experts = size.expert_layers * 8 * 3 * 64 * 128
-    collectives, memory = dry["both"]
+    collectives, memory, *_ = dry["both"]
     assert collectives["reduce-scatter", 2] == (size.expert_layers, 4 * experts // 2)
     assert collectives["reduce-scatter", 4] == (2 + size.layers, 4 * (size.parameters - experts))
     assert collectives["all-reduce", 4] == (3, 8 + 16 + 8 * 8 * size.expert_layers)
@@ -101,7 +103,7 @@ def test_blocks_of_experts_are_extended(dry: dict[str, Any]) -> None:
 def test_sizes_by_hand(dry: dict[str, Any]) -> None:
     """Two ranks of two blocks: every gradient is reduced once, in float32; the last all-reduce holds loss and norm."""
     size = SHORT.size
-    collectives, memory = dry["two"]
+    collectives, memory, *_ = dry["two"]
     assert collectives["reduce-scatter", 2] == (4, 4 * size.parameters)
     assert collectives["all-reduce", 2] == (2, 8 + 16)
     assert dry["four"][0]["all-reduce", 4] == (2, 8 + 16 + 8 * 2 * 14)
@@ -127,6 +129,42 @@ def test_blocks_are_extended(dry: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     extended = Measured(*answers[0]).extended(Measured(*answers[1]), 1)
     assert extended.collectives == whole.collectives
     assert extended.memory["total"] == pytest.approx(whole.memory["total"], rel=0.02)
+
+
+def test_the_peak_moves_with_depth() -> None:
+    """Of 4 and 5 blocks the peak is where the backward pass begins, of 16 where it ends: 1,000 + 16 x 200, not x 50."""
+    short, longer = (
+        Measured(
+            {},
+            {"total": 3000 + 50 * layers},
+            {"last block": {"total": 3000 + 50 * layers}, "first block": {"total": 1000 + 200 * layers}},
+        )
+        for layers in (4, 5)
+    )
+    assert short.extended(longer, 0).memory == {"total": 3250}
+    assert short.extended(longer, 11).memory == {"total": 4200}
+
+
+def test_moments_of_a_step(dry: dict[str, Any]) -> None:
+    """The peak is the largest of them; gradients are there where the backward pass ends, not where it begins."""
+    for name in ("gpu", "full", "both"):
+        _, memory, moments, _ = dry[name]
+        assert list(moments) == ["head", "last block", "first block", "embedding"], name
+        assert memory["total"] >= max(at["total"] for at in moments.values()), name
+        begins, ends = moments["head"], moments["embedding"]
+        assert ends["gradients (shard)"] > begins["gradients (shard)"], name
+        assert begins["activations"] > ends["activations"], name
+
+
+def test_recomputed_flops_by_hand(dry: dict[str, Any]) -> None:
+    """Full repeats all products of a block; selective the second, fourth and sixth linear: k, o and w3."""
+    size, tokens = SHORT.size, 32
+    linears = 2 * tokens * size.block_matmul_parameters
+    attention = size.layers * 2 * 2 * size.heads * 16 * 16 * (2 * size.head_dim)
+    assert dry["gpu"][3] == {"bf16": 0, "fp8": 0}
+    assert dry["full"][3] == {"bf16": linears + attention, "fp8": 0}
+    odd = size.dim * (size.kv_heads * size.head_dim + size.dim + size.ffn)
+    assert dry["selective"][3] == {"bf16": 0, "fp8": size.layers * 2 * tokens * odd}
 
 
 NODE = {
@@ -271,6 +309,23 @@ def test_simulation_is_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert len(report["simulated"]["weak_scaling"]) == 10
     assert train.main([*common, "--device-name", "Cray"]) == 2
     assert "--device-name" in capsys.readouterr().err
+
+
+def test_recomputed_products_take_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """As many FLOPs repeated at the BF16 peak as a step of the rank has there take its time once more; and are told."""
+    file = tmp_path / "cluster.toml"
+    file.write_text("\n".join(f"{name} = {value}" for name, value in NODE.items()))
+    seconds = []
+    for again in (0, 2 * 8192 * 57_912_852_480):
+        measured = Measured({}, {"total": 2**30}, recomputed={"bf16": again, "fp8": 0})
+        monkeypatch.setattr(dryrun, "measure", lambda *_, found=measured: found)
+        arguments = ["--dry-run", "--world-size", "8", "--model", "llama3-8b", "--batch", "16", "--seq", "8192"]
+        arguments += ["--json", "--topology", str(file), "--device-name", "NVIDIA H200"]
+        assert train.main(arguments) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["flops_a_token_recomputed"] == again / (2 * 8192)
+        seconds.append(report["simulated"]["weak_scaling"][0]["compute_s"])
+    assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
 def test_bad_world_size(capsys: pytest.CaptureFixture[str]) -> None:

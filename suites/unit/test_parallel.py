@@ -272,10 +272,12 @@ def test_gradients_of_experts(size: int, degree: int, alone: tuple[list[Any], di
     """However ranks share the experts, every parameter has the gradient that one rank computes: norms within 1e-3.
 
     A known fault leaves those of experts multiplied by the degree, under an unchanged loss curve. A norm's weight has
-    64 or 128 elements only, over which the roundings of its gradient do not average out so far.
+    64 or 128 elements only, over which the roundings of its gradient do not average out so far. Recomputed or not:
+    where all ranks share the experts between them, torch 2.13 refused the block for FSDP2's marks in it.
     """
     steps, digests = alone
-    config = dataclasses.replace(EXPERTS, expert_parallel=degree, recompute="selective" if size == 4 else "none")
+    recompute = {(2, 1): "none", (2, 2): "full", (4, 2): "selective"}[size, degree]
+    config = dataclasses.replace(EXPERTS, expert_parallel=degree, recompute=recompute)
     answers = ranks.run_ranks(ranks.judged_curve, config, ranks=size)
     assert all(answer == answers[0] for answer in answers), "the ranks report different numbers"
     found, gradients = answers[0]

@@ -32,6 +32,17 @@ from fp8stack.profile import TraceError, class_of, read_trace, share_recovered, 
         ("Memset (Device)", "memory copy"),
         ("triton_poi_fused_add_mul_silu_3", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, ...>", "elementwise"),
+        ("triton_poi_fused__to_copy_mm_mul_silu_3", "elementwise"),
+        ("triton_tem_fused_mm_2", "GEMM"),
+        ("_cast_rows_kernel", "quantisation"),
+        ("_scale_kernel", "quantisation"),
+        ("fp8stack::cast_saturating", "quantisation"),
+        ("_grouped_mxfp8_kernel", "GEMM"),
+        ("_scaled_kernel", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128", "attention"),
+        ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", "memory copy"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>", "elementwise"),
+        ("aten::clamp", "elementwise"),
         ("aten::rsqrt", "elementwise"),
         ("some_vendor_kernel", "other"),
     ],
@@ -39,6 +50,15 @@ from fp8stack.profile import TraceError, class_of, read_trace, share_recovered, 
 def test_class_of(name: str, label: str) -> None:
     """Kernels of NCCL, cuBLAS, CUTLASS, hipBLASLt, Triton and this package are where a person would look for them."""
     assert class_of(name) == label
+
+
+def test_own_kernels_have_a_class() -> None:
+    """Every kernel of this package is one of quantisation or of a product."""
+    sources = [file.read_text(encoding="utf-8") for file in (Path(profile.__file__).parent / "kernels").glob("*.py")]
+    names = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE)}
+    names.remove("_by_kernel")  # a question, no kernel
+    assert len(names) > 15
+    assert {name: class_of(name) for name in names if class_of(name) not in ("quantisation", "GEMM")} == {}
 
 
 def _write(folder: Path, events: list[dict[str, Any]], steps: int = 2) -> Path:
@@ -105,6 +125,23 @@ def test_a_cpu_trace_is_read_by_self_time(tmp_path: Path) -> None:
     assert found.classes()["elementwise"] == (10.0, 1.0)
 
 
+def test_an_operator_of_several_classes(tmp_path: Path) -> None:
+    """One name inside a product, inside a quantiser and by itself is three rows: none takes the time of another."""
+    events = [
+        _kernel("fp8stack::scaled_mm", 0, 100, "cpu_op"), _kernel("aten::clamp", 10, 30, "cpu_op"),
+        _kernel("aten::clamp", 200, 7, "cpu_op"),
+        _kernel("fp8stack::quantize_rowwise", 300, 50, "cpu_op"), _kernel("aten::clamp", 310, 20, "cpu_op"),
+    ]  # fmt: skip
+    found = read_trace(_write(tmp_path / "a", events, steps=1))
+    assert {label: time for label, (time, _) in found.classes().items() if time} == {
+        "quantisation": 50.0,
+        "GEMM": 100.0,
+        "elementwise": 7.0,
+    }
+    assert found.time_us["aten::clamp"] == 7.0
+    assert found.time_us["aten::clamp (of a product)"] == 30.0
+
+
 def test_three_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of 10, 20 and 12.5: the fused one recovers 60 % of the gap; kernels of one trace only are named."""
     for name, length, kernel in (("bf16", 10.0, "nvjet_b"), ("unfused", 20.0, "<amax>"), ("fused", 12.5, "nvjet_b")):
@@ -145,6 +182,16 @@ def test_bad_trace(content: str | None, told: str, tmp_path: Path, capsys: pytes
     assert told in err
     with pytest.raises(TraceError):
         read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--htlm", "x", "a"], ["a", "--html"], ["a", "--ht", "b"]])
+def test_bad_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 and one line, not argparse's two; an option is not guessed from its beginning."""
+    assert profile.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("profile: ")
+    assert "--help" in err
 
 
 def test_the_trainer_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -800,7 +800,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if metrics is not None:
             metrics.close()
-        if "RANK" in os.environ:
+        if "RANK" in os.environ or trainer.device.type == "cuda":  # NCCL complains of an exit without
             parallel.leave()
     return 0
 

@@ -62,7 +62,7 @@ from fp8stack.data import (
 )
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import launch
-from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, wide_dtype
+from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, device_type, wide_dtype
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain, write_whole
 from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
 from fp8stack.moe import GroupedExperts
@@ -458,7 +458,7 @@ def squared_norm(model: torch.nn.Module) -> torch.Tensor:
     squares = [
         # On a GPU without a float64 copy of each gradient: the reduction widens what it reads.
         g.double().square().sum()
-        if g.device.type == "cpu"
+        if device_type(g) == "cpu"
         else torch.linalg.vector_norm(g, dtype=torch.float64).square()
         for g in _gradients(model)
     ]
@@ -800,7 +800,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if metrics is not None:
             metrics.close()
-        if "RANK" in os.environ:
+        if "RANK" in os.environ or trainer.device.type == "cuda":  # NCCL complains of an exit without
             parallel.leave()
     return 0
 

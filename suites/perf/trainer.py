@@ -487,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _measure(options, configs, world.device, first)
     finally:
-        if "RANK" in os.environ:
+        if "RANK" in os.environ or world.device.type == "cuda":  # NCCL complains of an exit without
             parallel.leave()
 
 

@@ -241,6 +241,16 @@ def test_what_a_forward_returns_is_made_once(played: str, recipe: str, dtype: to
             assert sum(tensor is result for tensor in made.tensors) == 1, function.__name__
 
 
+def test_a_gradient_norm_takes_no_memory_on_a_gpu() -> None:
+    """Nor in a dry run that plays one: no float64 copy of a gradient is made. The number is that of a CPU."""
+    layer = torch.nn.Linear(32, 32, bias=False)
+    layer.weight.grad = torch.arange(1024.0).view(32, 32)
+    with linear.playing("cuda"), Made() as made:
+        found = train.squared_norm(layer)
+    assert max(tensor.numel() for tensor in made.tensors if tensor.dtype == torch.float64) == 1
+    assert float(found) == pytest.approx(float(train.squared_norm(layer)), rel=1e-14)
+
+
 def test_rows_of_experts_are_sharded() -> None:
     """Over more ranks than experts the rows within each; experts where they divide, and where rows do not either."""
     experts, rows = torch.nn.Parameter(torch.empty(8, 64, 32)), torch.nn.Parameter(torch.empty(10, 32))

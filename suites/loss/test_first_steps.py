@@ -1,0 +1,66 @@
+"""The first three steps of a curve against the recorded ones: what the curves tell in minutes, in seconds.
+
+Gradient digests, loss, gradient norm and code counts of steps 1 to 3, by the rule of the gate (harness/bands.py) cut to
+these steps. A fault in a gradient, a scale or a route is outside here already; `fp8ci selftest` seeds some. What only
+adds up over a hundred steps is the business of test_loss.py.
+
+One curve in bf16, one in FP8, one with experts in each: the smallest set in which every module of the trainer, and
+every quantiser, has a part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8stack.device import OVERRIDE
+from harness import bands, baselines
+from suites.loss.runs import Runs
+from suites.loss.test_loss import CURVES, ON_A_CPU, configuration
+
+Record = Callable[[str, object], None]
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3
+CASES = ("llama3-tiny-bf16", "llama3-tiny-rowwise-e4m3fnuz", "dsv3-tiny-bf16", "dsv3-tiny-rowwise-e4m3fnuz")
+
+
+def first_steps(curve: bands.Curve) -> bands.Curve:
+    """The curve as if it had ended after STEPS."""
+    series = ("loss", "grad_norm", "saturated", "nan", "digests")
+    cut = {name: {step: value for step, value in getattr(curve, name).items() if step <= STEPS} for name in series}
+    return dataclasses.replace(curve, **cut)
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case}-first-steps") for case in CASES])
+def test_first_steps(case: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer of the loss gate that three steps have: digests, windows, tail, saturation."""
+    model, recipe, arch, fmt = CURVES[case]
+    monkeypatch.setenv(OVERRIDE, arch)
+    config = configuration(model=model, recipe=recipe)
+    runs = baselines.load_loss(ROOT / "baselines" / "cpu" / baselines.LOSS_FILE, "cpu").of_config(case, config.hash)
+    reference = baselines.reference_run(runs)
+    assert reference is not None, f"no run 0 of {case} with config {config.hash} is recorded"
+
+    result = Runs(config).run(steps=STEPS)
+    record_property("arch", result.arch)
+    record_property("format", result.format)
+    record_property("config_hash", config.hash)
+    measured = bands.Curve(
+        loss={record.step: record.loss for record in result.steps},
+        grad_norm={record.step: record.grad_norm for record in result.steps},
+        saturated={record.step: record.saturated or 0 for record in result.steps},
+        nan={record.step: record.nan or 0 for record in result.steps},
+        digests={int(step): parameters for step, parameters in result.digests.items()},
+    )
+    spread = [first_steps(bands.Curve.of_run(run)) for run in runs if run is not reference]
+    known = first_steps(bands.Curve.of_run(reference))
+    found = bands.compare(measured, known, spread, bands.counted(reference, runs))
+    for row in found.rows:
+        print(f"{row.layer}: {row.metric} {row.window}: {row.measured:.2e} of {row.allowed:.2e}")
+    assert result.format == fmt
+    assert found.ok, "; ".join(f"{finding.layer}: {finding.message}" for finding in found.findings)

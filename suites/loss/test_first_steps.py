@@ -13,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fp8stack.device import OVERRIDE
+from fp8stack.train import Result
 from harness import bands, baselines
 from suites.loss.runs import Runs
 from suites.loss.test_loss import CURVES, ON_A_CPU, configuration
@@ -35,21 +37,17 @@ def first_steps(curve: bands.Curve) -> bands.Curve:
     return dataclasses.replace(curve, **cut)
 
 
-@ON_A_CPU
-@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case}-first-steps") for case in CASES])
-def test_first_steps(case: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer of the loss gate that three steps have: digests, windows, tail, saturation."""
-    model, recipe, arch, fmt = CURVES[case]
-    monkeypatch.setenv(OVERRIDE, arch)
+def judged(case: str, nudge: int = 0, **changes: Any) -> tuple[Result, bands.Comparison]:
+    """Train three steps of a case, in formats of the arch that the environment names, against what is recorded of it.
+
+    changes: fields of the configuration that must not matter (harmless.py); the recorded runs are those without them.
+    """
+    model, recipe, _, _ = CURVES[case]
     config = configuration(model=model, recipe=recipe)
     runs = baselines.load_loss(ROOT / "baselines" / "cpu" / baselines.LOSS_FILE, "cpu").of_config(case, config.hash)
     reference = baselines.reference_run(runs)
     assert reference is not None, f"no run 0 of {case} with config {config.hash} is recorded"
-
-    result = Runs(config).run(steps=STEPS)
-    record_property("arch", result.arch)
-    record_property("format", result.format)
-    record_property("config_hash", config.hash)
+    result = Runs(dataclasses.replace(config, **changes)).run(nudge, STEPS)
     measured = bands.Curve(
         loss={record.step: record.loss for record in result.steps},
         grad_norm={record.step: record.grad_norm for record in result.steps},
@@ -59,7 +57,18 @@ def test_first_steps(case: str, record_property: Record, monkeypatch: pytest.Mon
     )
     spread = [first_steps(bands.Curve.of_run(run)) for run in runs if run is not reference]
     known = first_steps(bands.Curve.of_run(reference))
-    found = bands.compare(measured, known, spread, bands.counted(reference, runs))
+    return result, bands.compare(measured, known, spread, bands.counted(reference, runs))
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case}-first-steps") for case in CASES])
+def test_first_steps(case: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer of the loss gate that three steps have: digests, windows, tail, saturation."""
+    _, _, arch, fmt = CURVES[case]
+    monkeypatch.setenv(OVERRIDE, arch)
+    result, found = judged(case)
+    record_property("arch", result.arch)
+    record_property("format", result.format)
     for row in found.rows:
         print(f"{row.layer}: {row.metric} {row.window}: {row.measured:.2e} of {row.allowed:.2e}")
     assert result.format == fmt

@@ -30,10 +30,10 @@ STEPS = 3
 CASES = ("llama3-tiny-bf16", "llama3-tiny-rowwise-e4m3fnuz", "dsv3-tiny-bf16", "dsv3-tiny-rowwise-e4m3fnuz")
 
 
-def first_steps(curve: bands.Curve) -> bands.Curve:
-    """The curve as if it had ended after STEPS."""
+def first_steps(curve: bands.Curve, steps: int = STEPS) -> bands.Curve:
+    """The curve as if it had ended after `steps`."""
     series = ("loss", "grad_norm", "saturated", "nan", "digests")
-    cut = {name: {step: value for step, value in getattr(curve, name).items() if step <= STEPS} for name in series}
+    cut = {name: {step: value for step, value in getattr(curve, name).items() if step <= steps} for name in series}
     return dataclasses.replace(curve, **cut)
 
 

@@ -50,7 +50,7 @@ def test_two_ranks(
     assert reference is not None, f"no run 0 of {case} with config {config.hash} is recorded"
 
     (records, digests), other = ranks.run_ranks(ranks.judged_curve, dataclasses.replace(config, steps=steps))
-    assert (records, digests) == other, "the ranks report different numbers"
+    assert (records, digests) == other, "ranks: they report different numbers"
     curve = bands.Curve(
         loss={step: loss for step, loss, *_ in records},
         grad_norm={step: norm for step, _, norm, *_ in records},

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from fp8stack.config import TrainConfig
 from fp8stack.device import OVERRIDE
 from fp8stack.train import Trainer
+from harness import baselines
+from suites.loss import harmless
 from suites.loss.runs import Runs, asked
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SHORT = TrainConfig(model="llama3-tiny", recipe="rowwise", steps=2, batch=2, seq=16, device="cpu")
 
@@ -67,3 +72,16 @@ def test_what_the_environment_cannot_mean(text: str) -> None:
     """A mistyped nudge would be recorded as run 0."""
     with pytest.raises(ValueError, match=r"FP8STACK_NUDGES is .*; expected a whole number from 0; unset it"):
         asked("FP8STACK_NUDGES", {"FP8STACK_NUDGES": text})
+
+
+def test_twenty_harmless_changes() -> None:
+    """Twenty or more, each with a name of its own; no nudge among them is in the recorded band."""
+    assert len({change.name for change in harmless.CHANGES}) == len(harmless.CHANGES) >= 20
+    recorded = {row.nudge for row in baselines.load_loss(ROOT / "baselines/cpu/loss.json", "cpu").rows}
+    assert recorded.isdisjoint(harmless.UNSEEN)
+
+
+def test_a_harmless_change_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line with the names that do, and exit code 2: nothing run is no proof."""
+    assert harmless.main(["threads=0"]) == 2
+    assert "no change is called 'threads=0'; expected some of nudge=21" in capsys.readouterr().err

@@ -17,9 +17,13 @@ nothing, and is not counted. Where no run differs, the band is the floor.
 The same rule judges the gradient norm. A fault that scales one weight gradient (x 1.02) shows in neither curve, so
 per-parameter digests of the gradients (norm, mean, dot products with two seeded +-1 vectors) are compared first:
 
-    limit(step, parameter, number) = max(2e-3 at step 1, 5e-2 at steps 2 and 3; K * largest difference of a nudged run)
+    limit(step, parameter, number) = max(2e-3 at step 1, 5e-2 at steps 2 and 3; K * noise)
+    noise(parameter, number)       = largest difference of a nudged run in the three steps, at least the median
+                                     parameter's
 
-relative to the parameter's gradient norm, K as above by the runs whose digests differ from run 0. A harmless change of
+relative to the parameter's gradient norm, K as above by the runs whose digests differ from run 0. The two dots are two
+samples of one thing and share their noise; the median keeps a parameter that by luck moved little in a few runs from
+being held to that. A harmless change of
 roundings turns a gradient a little and hardly changes its length: nudged runs of the dense model differ by 3e-4 in the
 norm of a typical parameter (2e-3 at most) and by 1e-2 in its dots (3e-2 at most), of the model with experts ten times
 that. So the norms find what scales a gradient, the dots what puts another in its place.
@@ -36,6 +40,7 @@ Not here: where runs are stored (baselines.py), which verdict follows (gate.py),
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -303,19 +308,40 @@ def digest_differences(digest: Digest, reference: Digest) -> dict[str, float]:
     return differences
 
 
+def digest_noise(reference: Curve, spread: Sequence[Curve]) -> tuple[Mapping[str, Mapping[str, float]], int]:
+    """(parameter -> part -> how far recorded runs are from run 0, how many runs that is of).
+
+    NaN, which lets nothing pass, where a recorded run lacks one of these digests or holds a NaN.
+    """
+    others = [run.digests for run in spread if run.digests and run.digests != reference.digests]
+    noise: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(name for expected in reference.digests.values() for name in expected):
+        seen = [
+            digest_differences(other.get(step, {}).get(name, ()), expected[name])
+            for other in others
+            for step, expected in reference.digests.items()
+            if name in expected
+        ]
+        dots = worst(one[part] for one in seen for part in ("dot1", "dot2"))
+        noise[name] = {"norm": worst(one["norm"] for one in seen), "dot1": dots, "dot2": dots}
+    typical = {part: _typical([one[part] for one in noise.values()]) for part in DIGEST_PARTS}
+    held = {name: {part: worst((value, typical[part])) for part, value in one.items()} for name, one in noise.items()}
+    return held, len(others)
+
+
 def digest_limits(step: int, reference: Curve, spread: Sequence[Curve]) -> Mapping[str, Mapping[str, float]]:
     """parameter -> part -> what its digest at `step` may differ from run 0, by the recorded runs that have digests."""
-    floor = DIGEST_LIMITS[step]
-    expected = reference.digests.get(step, {})
-    others = [run.digests[step] for run in spread if run.digests.get(step, expected) != expected]
-    k = factor(len(others))
-    found: dict[str, dict[str, float]] = {}
-    for name, digest in expected.items():
-        noise = [digest_differences(other.get(name, ()), digest) for other in others]
-        largest = {part: worst(one[part] for one in noise) for part in DIGEST_PARTS}
-        # As for curves: a recorded run without this digest, or with a NaN in it, lets nothing pass.
-        found[name] = {p: max(floor, k * value) if math.isfinite(value) else math.nan for p, value in largest.items()}
-    return found
+    noise, runs = digest_noise(reference, spread)
+    floor, k = DIGEST_LIMITS[step], factor(runs)
+    return {
+        name: {part: max(floor, k * value) if math.isfinite(value) else math.nan for part, value in noise[name].items()}
+        for name in reference.digests.get(step, {})
+    }
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The median; NaN if any is."""
+    return math.nan if not values or any(math.isnan(value) for value in values) else statistics.median_low(values)
 
 
 def _digests(measured: Curve, reference: Curve, spread: Sequence[Curve]) -> Comparison:

@@ -144,7 +144,7 @@ _NOT_INTERPRETED = (*NEVER_SET, "TRITON_INTERPRET")
 _CPU_NUMERICS = Execution(_INTERPRETED, NEVER_SET, "cores", 1200.0, 0.16, 4.0)
 _GPU_NUMERICS = Execution(_COMPILED, _NOT_INTERPRETED, "gpus", 1200.0, 0.2, 20.0)
 _CODEGEN = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 2.0, 3.0)
-_LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 50.0, 4.0)
+_LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 35.0, 4.0)
 # One process: a model is compiled once for its curve, its nudged runs and the check that it repeats itself.
 _GPU_LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "one", 1800.0, 20.0, 20.0)
 _UNIT = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 900.0, 0.4, 2.0)

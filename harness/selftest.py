@@ -9,6 +9,7 @@ public bug reports, and faults.toml says of each which tests must see it:
     archs = ["gfx942"]                         # where a product with the fault would be wrong
     red = ["numerics/test_rowwise::test_maximum_row[rowwise-e4m3fnuz-bf16-maximum-row]"]
     requires = ["arch:sm_90"]                  # what a machine must have to see it; default: a CPU
+    layer = "digests"                          # the layer of the loss gate that its loss tests, if any, must name
 
 The tests that any fault names run together on an unchanged copy of the tree and must pass. Then each patch is applied
 to a copy of its own, the tests that it names run there as `fp8ci run --case ID,...` runs them, and the gate judges the
@@ -58,6 +59,8 @@ COPIED = ("fp8stack", "harness", "suites", "baselines", "docker", "pyproject.tom
 MOST_WORKERS = 8
 """Trees that are tested side by side. Each has processes with torch in them: half a gigabyte."""
 
+LOSS = "loss"
+
 DEADLINE = 120.0
 """Seconds for the named tests of one fault, which take a few: some faults make a kernel loop for ever."""
 
@@ -69,13 +72,17 @@ _RAISED = re.compile(r"(?!\S*OpCheckError)(?:\w+\.)*[A-Z]\w+(?:: |$)")
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One row of the table. `red` holds exact test ids, `requires` requirements as in a mark (capabilities.py)."""
+    """One row of the table. `red` holds exact test ids, `requires` requirements as in a mark (capabilities.py).
+
+    `layer` is the word that the message of each test of the loss suite must begin with: the layer that fired first.
+    """
 
     name: str
     claim: str
     archs: tuple[str, ...]
     red: tuple[str, ...]
     requires: tuple[str, ...] = ("vendor:cpu",)
+    layer: str = ""
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -106,7 +113,7 @@ def load(root: Path) -> tuple[Fault, ...]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML ({error})", "[[fault]] tables", "correct it") from error
     except msgspec.ValidationError as error:
-        wanted = "name, claim, archs, red, perhaps requires"
+        wanted = "name, claim, archs, red, perhaps requires and layer"
         raise ConfigError(f"{path}: {error}", wanted, "correct the entry") from error
     for fault in faults:
         _check(path, fault)
@@ -131,6 +138,9 @@ def _check(path: Path, fault: Fault) -> None:
     if not fault.archs or not set(fault.archs) <= known:
         raise ConfigError(f"{where} has archs {list(fault.archs)}", f"some of {', '.join(sorted(known))}", "correct it")
     capabilities.parse(*fault.requires)
+    if bool(fault.layer) != (LOSS in fault.suites):
+        what = "names a test of the loss suite and no layer" if not fault.layer else "has a layer and no test of it"
+        raise ConfigError(f"{where} {what}", "a layer where `red` has a loss test, and only there", "correct it")
 
 
 @dataclass(frozen=True)
@@ -284,7 +294,7 @@ class _Bench:
             return Outcome(fault, error.verdict, str(error), seconds=time.monotonic() - started)
         finally:
             shutil.rmtree(tree, ignore_errors=True)
-        verdict, message = _verdict(found)
+        verdict, message = _verdict(found, fault.layer)
         if self.executor.stopped.is_set() and verdict is not Verdict.PASS:
             verdict, message = Verdict.INTERRUPTED, "stopped while it was tried"
         return Outcome(fault, verdict, message, found, time.monotonic() - started)
@@ -355,13 +365,16 @@ def apply(patch: Path, tree: Path, check: bool = False) -> str:
     return lines[0] if done.returncode else ""
 
 
-def _verdict(seen: Sequence[Seen]) -> tuple[Verdict, str]:
-    """PASS when every named test failed by its assertion; else what the worst of the others did."""
+def _verdict(seen: Sequence[Seen], layer: str = "") -> tuple[Verdict, str]:
+    """PASS when every named test failed by its assertion, those of the loss suite at `layer`; else what went wrong."""
     green = [item.id for item in seen if item.passed]
     if green:
         return Verdict.FAIL, f"not seen by {', '.join(green)}"
     other = [item for item in seen if not item.asserted]
     if not other:
+        elsewhere = [s for s in seen if s.id.startswith(f"{LOSS}/") and not s.message.startswith(f"{layer}: ")]
+        if elsewhere:
+            return Verdict.FAIL, f"seen by {elsewhere[0].id}, not at layer {layer}: {elsewhere[0].message}"
         return Verdict.PASS, ""
     worst = min(other, key=lambda item: VERDICTS[item.verdict].rank)
     return _blocking(worst.verdict), f"{worst.id} did not fail by an assertion: {worst.verdict}: {worst.message}"

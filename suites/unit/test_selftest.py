@@ -206,10 +206,10 @@ def test_a_suite_that_does_not_run_there(tmp_path: Path, monkeypatch: pytest.Mon
     """A fault whose tests are of a suite that the platform has not is skipped, with the reason."""
     facts = {**tiny_checkout.FACTS, "vendor": "nvidia", "device_name": "NVIDIA H200"}
     monkeypatch.setattr(platforms, "ask_device", lambda *_: facts)
-    root = make(tmp_path / "checkout", ("seen",), red=["loss/test_tiny::test_maximum"])
+    root = make(tmp_path / "checkout", ("seen",), red=["unit/test_tiny::test_maximum"])
     (outcome,) = selftest.execute(root, platforms.PLATFORMS["h200"], **BARE).outcomes
     assert outcome.verdict is Verdict.SKIP
-    assert outcome.message == "its tests are of suite loss, which does not run on h200"
+    assert outcome.message == "its tests are of suite unit, which does not run on h200"
 
 
 def test_interrupted(tmp_path: Path) -> None:
@@ -257,6 +257,8 @@ def test_interrupted(tmp_path: Path) -> None:
         pytest.param({"red": [MAXIMUM, MAXIMUM]}, "seen names a test twice", id="selftest-test-twice"),
         pytest.param({"red": ["test_maximum"]}, "'test_maximum' is not a test id", id="selftest-no-id"),
         pytest.param({"requires": ["gpu"]}, "'gpu' is not a requirement", id="selftest-requirement"),
+        pytest.param({"layer": "tail"}, "seen has a layer and no test of it", id="selftest-layer"),
+        pytest.param({"red": ["loss/test_a::test_b"]}, "seen names a test of the loss suite", id="selftest-no-layer"),
         pytest.param({"name": "other"}, "the patches beside it differ in other, seen", id="selftest-no-patch"),
     ],
 )
@@ -265,6 +267,22 @@ def test_malformed_table(changed: dict[str, Any], message: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match=message) as caught:
         selftest.load(make(tmp_path / "checkout", ("seen",), **changed))
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "verdict"),
+    [
+        pytest.param("digests: gradient digest of w (norm) at step 1", Verdict.PASS, id="selftest-its-layer"),
+        pytest.param("windows: loss first leaves its band at step 1", Verdict.FAIL, id="selftest-another-layer"),
+        pytest.param("digests are missing", Verdict.FAIL, id="selftest-a-word-like-it"),
+    ],
+)
+def test_layer(message: str, verdict: Verdict) -> None:
+    """A loss test that is red at another layer than the one listed has seen something else; other suites have none."""
+    seen = [selftest.Seen("loss/test_a::test_b", Verdict.FAIL, message), selftest.Seen(MAXIMUM, Verdict.FAIL, "wrong")]
+    found, told = selftest._verdict(seen, "digests")
+    assert found is verdict
+    assert told == ("" if verdict is Verdict.PASS else f"seen by loss/test_a::test_b, not at layer digests: {message}")
 
 
 def test_unreadable_table(tmp_path: Path) -> None:

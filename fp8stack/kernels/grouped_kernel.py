@@ -135,7 +135,7 @@ GROUPED_CONFIGS: dict[tuple[str, str], GroupedConfig] = {
         1,
         32,
         1,
-        "0.94 and 3.3x torch exact: h200/grouped_gemm-fp8-exact-128.json",
+        "0.94 and 3.3x torch exact: h200/exact-products.json",
     ),
     # Specialised loops were 5 to 13 % faster here, but Triton 3.6 makes wrong sums of some of their siblings, and
     # without whole steps such a row is four warps that spill.
@@ -165,7 +165,7 @@ GROUPED_CONFIGS: dict[tuple[str, str], GroupedConfig] = {
         1,
         32,
         1,
-        "0.95 and 2x torch exact: h200/grouped_gemm-fp8-exact-128.json",
+        "0.95 and 2x torch exact: h200/exact-products.json",
     ),
     ("sm_90", "contraction bf16"): GroupedConfig(
         128, 256, 64, 8, 3, True, True, False, 1, 32, 1, "0.91 to 0.92x torch: h200/grouped_gemm-bf16-contraction.json"

@@ -96,6 +96,7 @@ FP8STACK: dict[str, int] = {
     "config": 7,
     "utilisation": 7,
     "weights": 7,
+    "command": 0,  # argparse with one-line errors, for every program here
     "options": 8,
     "parallel": 8,
     "blame": 9,

@@ -21,7 +21,7 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import nn
 
-from fp8stack import device, moe
+from fp8stack import device, moe, parallel
 from fp8stack.device import Detected
 from fp8stack.kernels import groups, launch
 from fp8stack.kernels.grouped_gemm import CHECK
@@ -1000,7 +1000,8 @@ def test_expert_parallel(ranks: list[dict[tuple[str, bool], Any]]) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """A group of this process alone."""
+    """A group of this process alone; a trainer of another test may have left its own."""
+    parallel.leave()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()

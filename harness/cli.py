@@ -72,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--in", dest="where", choices=("local",), default=None, help="where tests run (default: local)")
     run.add_argument("--out", type=Path, metavar="DIR", help="evidence folder (default: evidence/PLATFORM-TIME-ID)")
     run.add_argument("--policy", choices=POLICIES, help="on main IMPROVED is red (default: from GITHUB_EVENT_NAME)")
+    run.add_argument(
+        "--retries", type=int, default=1, metavar="N", help="tries more of a suite that the machine ended (default: 1)"
+    )
     run.add_argument("--quiet", action="store_true", help="no progress on stderr")
     run.set_defaults(call=_run)
 
@@ -158,7 +161,7 @@ def _isa(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from harness import gate
+    from harness import deaths, gate
     from harness import run as running
 
     where = os.environ.get("FP8CI_IN") or options.where or "local"
@@ -167,6 +170,8 @@ def _run(options: argparse.Namespace) -> int:
     ours = next((item for item in options.pytest_args if item.startswith("--fp8-")), None)
     if ours is not None:
         raise UsageError(f"{ours} is set by `fp8ci run` itself", "pytest's own options after --", "use --case or --out")
+    if options.retries < 0:
+        raise UsageError(f"--retries is {options.retries}", "0 or more", "correct it")
     root = _root(options.root)
     platform, reason = _resolve(options.platform)
     request = running.RunRequest(
@@ -179,6 +184,8 @@ def _run(options: argparse.Namespace) -> int:
         pytest_args=options.pytest_args,
         policy=options.policy or policy_of(os.environ),
         progress=not options.quiet,
+        retries=options.retries,
+        machine_failed=deaths.machine_failed,
     )
     gate.check_files(root / "baselines", platform)
     evidence = running.execute(request)

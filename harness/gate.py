@@ -167,6 +167,7 @@ def judge(evidence: Path, baselines_root: Path | None = None) -> Judgement:
     results += _agreement(found, notes)
     results += _idle(found, results)
     results = _waived(found, results)
+    notes += _attempts(found)
     policy = str(run["policy"])
     if policy == MAIN:
         results = [replace(result, strict=True) for result in results]
@@ -218,6 +219,8 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         return result(Verdict.FLAKY, f"attempts of one run ended differently: {told}", record.detail)
     if state == "failed":
         verdict = Verdict.OOM if any(word in record.message for word in OUT_OF_MEMORY) else Verdict.FAIL
+        if deaths.TIMED_OUT.match(record.message):
+            verdict = Verdict.TIMEOUT
         message = _whole_message(record)
         return result(
             verdict, message if record.failed_phase == "call" else f"{record.failed_phase}: {message}", record.detail
@@ -522,6 +525,14 @@ def _idle(found: _Evidence, results: list[Result]) -> Iterator[Result]:
         if mine and all(result.verdict is Verdict.SKIP for result in mine):
             what = f"nothing ran: all {len(mine)} were skipped, the first because: {mine[0].message}"
             yield deaths.suite_result(mine[0].suite, "skipped", Verdict.MISSING, what)
+
+
+def _attempts(found: _Evidence) -> Iterator[str]:
+    """A line for each suite that ran more than once, with how the earlier attempts ended."""
+    for suite in found.suites:
+        for process in [process for process in found.journal.processes if process.suite == suite][:-1]:
+            told = f"ended with {process.signal or f'exit {process.rc}'} after {process.seconds:.1f} s"
+            yield f"retried: {suite}, attempt {process.attempt} {told} (logs/{suite}.{process.attempt}.log)"
 
 
 # Agreement of the run's own files ----------------------------------------------------------------------------------

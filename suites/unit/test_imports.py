@@ -30,6 +30,7 @@ HARNESS: dict[str, int] = {
     "result": 1,  # what the gate says of a test: plain data for junit and report
     "executor": 1,  # the protocol of running a command
     "capabilities": 2,
+    "canary": 2,  # what to run after a suspected GPU fault: a command and words, no policy
     "local": 2,
     "forked": 2,
     "nursery": 0,  # a process of its own, which imports nothing of ours

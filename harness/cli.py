@@ -83,11 +83,30 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="one JSON object")
     plan.set_defaults(call=_plan)
 
-    gate = commands.add_parser("gate", help="judge an evidence folder again, on any machine, without torch")
-    gate.add_argument("evidence", type=Path, metavar="DIR", help="folder that `fp8ci run` has written")
+    gate = commands.add_parser("gate", help="judge evidence again, on any machine, without torch")
+    gate.add_argument(
+        "paths",
+        type=Path,
+        nargs="*",
+        metavar="PATH",
+        help="folders that `fp8ci run` has written; anybody's JUnit files",
+    )
+    gate.add_argument(
+        "--expect", action="append", default=[], metavar="PLATFORM,...", help="platforms that must be there, and whole"
+    )
+    gate.add_argument(
+        "--judge-with", type=Path, metavar="CHECKOUT", help="let another checkout judge: its harness and baselines"
+    )
+    gate.add_argument("--whole", action="store_true", help="a run that selected less than must run is MISSING")
+    gate.add_argument("--json", action="store_true", help="one JSON object")
     gate.add_argument("--current", action="store_true", help="judge with this checkout's baselines; say what differs")
     gate.add_argument("--root", type=Path, metavar="DIR", help="checkout for --current (default: the nearest one)")
     gate.set_defaults(call=_gate)
+
+    merge = commands.add_parser("merge", help="merge anybody's JUnit files into one that every reader reads the same")
+    merge.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="JUnit files, malformed ones too")
+    merge.add_argument("--out", type=Path, metavar="FILE", required=True, help="the merged file")
+    merge.set_defaults(call=_merge)
 
     selftest = commands.add_parser("selftest", help="seed known faults into copies of the tree; each must be seen")
     selftest.add_argument(
@@ -240,17 +259,61 @@ def _gate(options: argparse.Namespace) -> int:
     from harness import gate
     from harness.report import summary
 
-    run = gate.read_run(options.evidence)
-    if not options.current:
-        judgement: Judgement = gate.judge(options.evidence)
-        _print(summary.render(judgement, run))
+    expect = _names(options.expect, "--expect", "platform") if options.expect else ()
+    if not options.paths and not expect:
+        raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
+    alone = options.paths[0] if len(options.paths) == 1 and not expect else None
+    if alone is None or alone.is_file():
+        if options.current or options.judge_with:
+            raise UsageError("--current and --judge-with take one folder", "one DIR", "judge them one by one")
+        return _gate_several(options.paths, expect, options.json)
+    run = gate.read_run(alone)
+    if options.judge_with is not None:
+        from harness import judged_with
+
+        both = judged_with.judge(alone, options.judge_with)
+        _print(json.dumps(both.as_dict()) + "\n" if options.json else both.text)
+        return both.exit_code
+    differences: tuple[str, ...] | None = None
+    if options.current:
+        judgement, differences = gate.against(alone, _root(options.root) / "baselines", options.whole)
+    else:
+        judgement = gate.judge(alone, whole=options.whole)
+    text = summary.render(judgement, run)
+    if options.json:
+        _print(json.dumps({**judgement.as_dict(), "summary": text}) + "\n")
         return judgement.exit_code
-    judgement, differences = gate.against(options.evidence, _root(options.root) / "baselines")
-    told = [f"differs: {line}" for line in differences[:15]] or ["no verdict differs from the run's own files"]
-    if len(differences) > 15:
-        told.append(f"... and {len(differences) - 15} more")
-    _print(summary.render(judgement, run) + "\n## Judged with this checkout's baselines\n\n" + "\n".join(told) + "\n")
+    if differences is not None:
+        told = [f"differs: {line}" for line in differences[:15]] or ["no verdict differs from the run's own files"]
+        if len(differences) > 15:
+            told.append(f"... and {len(differences) - 15} more")
+        text += "\n## Judged with this checkout's baselines\n\n" + "\n".join(told) + "\n"
+    _print(text)
     return judgement.exit_code
+
+
+def _gate_several(paths: Sequence[Path], expect: Sequence[str], as_json: bool) -> int:
+    from harness import combine
+    from harness.report import summary
+
+    judgement, pieces = combine.judge(paths, expect)
+    rows = [(str(piece.path), piece.label, piece.judgement) for piece in pieces]
+    _print(json.dumps(judgement.as_dict()) + "\n" if as_json else summary.render_several(judgement, rows))
+    return judgement.exit_code
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from harness import junit_merge
+    from harness.errors import worst_exit
+
+    judgement, repairs = junit_merge.merge(options.paths, options.out)
+    for repair in repairs:
+        _say(repair)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in judgement.counts.items())
+    _print(f"{options.out}: {len(judgement.results)} cases of {len(options.paths)} files: {counts}\n")
+    # Whether tests are red is for the gate to say; whether the files could be read is said here.
+    untrue = {Verdict.UNREADABLE, Verdict.DISAGREE, Verdict.MISSING}
+    return worst_exit([0, *(result.exit_code for result in judgement.results if result.verdict in untrue)])
 
 
 def _selftest(options: argparse.Namespace) -> int:

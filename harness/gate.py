@@ -139,12 +139,13 @@ class _Evidence:
             return datetime.datetime.now(datetime.UTC).date()
 
 
-def judge(evidence: Path, baselines_root: Path | None = None) -> Judgement:
+def judge(evidence: Path, baselines_root: Path | None = None, whole: bool = False) -> Judgement:
     """Judge a run.
 
     Args:
         evidence: folder written by `fp8ci run`.
         baselines_root: a checkout's baselines folder; None judges with the copies in the evidence.
+        whole: the run must have selected all that its platform must run; a selection is MISSING.
 
     Raises:
         UsageError, ConfigError: exit 2: no evidence, an unknown platform, a malformed baseline, manifest or ledger.
@@ -165,6 +166,8 @@ def judge(evidence: Path, baselines_root: Path | None = None) -> Judgement:
     results = _measured(found, results, notes)
     results += _manifest_findings(found, results, notes)
     results += _agreement(found, notes)
+    if whole:
+        results += _narrowed(found)
     results += _idle(found, results)
     results = _waived(found, results)
     notes += _attempts(found)
@@ -535,6 +538,17 @@ def _attempts(found: _Evidence) -> Iterator[str]:
             yield f"retried: {suite}, attempt {process.attempt} {told} (logs/{suite}.{process.attempt}.log)"
 
 
+def _narrowed(found: _Evidence) -> Iterator[Result]:
+    """MISSING for a run that selected less than its platform must run: a gate can be emptied by its arguments too."""
+    left_out = [suite for suite in found.platform.suites if suite not in found.suites]
+    if left_out:
+        what = f"the run selected {', '.join(found.suites)}; {', '.join(left_out)} must run on {found.platform.id} too"
+        yield deaths.suite_result(left_out[0], "selection", Verdict.MISSING, what)
+    if found.case is not None:
+        what = f"the run selected the cases {found.case!r}; all of them must run"
+        yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
+
+
 # Agreement of the run's own files ----------------------------------------------------------------------------------
 
 
@@ -641,22 +655,26 @@ def _waivable(found: _Evidence, known: Result) -> bool:
     return skipped or VERDICTS[known.verdict].exit_code in (SUCCESS, FAILED, BASELINE)
 
 
-def against(evidence: Path, checkout_baselines: Path) -> tuple[Judgement, tuple[str, ...]]:
+def against(evidence: Path, checkout_baselines: Path, whole: bool = False) -> tuple[Judgement, tuple[str, ...]]:
     """Judge with a checkout's baselines (`--current`) and say what differs from the judgement of the run itself.
 
     Returns:
         The judgement with the checkout's files, and one line for each test whose verdict differs.
     """
-    current = judge(evidence, checkout_baselines)
+    current = judge(evidence, checkout_baselines, whole)
     try:
         original = judge(evidence)
     except HarnessError as error:
         return current, (f"the copies in {JUDGED_WITH}/ cannot be judged with: {error}",)
-    before = {result.id: result.verdict for result in original.results}
-    after = {result.id: result.verdict for result in current.results}
-    lines = [
-        f"{test_id}: {before.get(test_id, 'absent')} by the run's own files, {after.get(test_id, 'absent')} by these"
+    before = {result.id: str(result.verdict) for result in original.results}
+    after = {result.id: str(result.verdict) for result in current.results}
+    return current, differing(before, after, "the run's own files", "these")
+
+
+def differing(before: Mapping[str, str], after: Mapping[str, str], first: str, second: str) -> tuple[str, ...]:
+    """One line for each test whose verdict differs between two judgements."""
+    return tuple(
+        f"{test_id}: {before.get(test_id, 'absent')} by {first}, {after.get(test_id, 'absent')} by {second}"
         for test_id in sorted({*before, *after})
         if before.get(test_id) != after.get(test_id)
-    ]
-    return current, tuple(lines)
+    )

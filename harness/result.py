@@ -78,3 +78,12 @@ class Judgement:
     @property
     def red(self) -> tuple[Result, ...]:
         return tuple(result for result in self.worst_first if result.red)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a machine to read: what was said of each test, in order, and what follows."""
+        results = [
+            {"id": r.id, "suite": r.suite, "verdict": str(r.verdict), "message": r.message, "red": r.red}
+            for r in self.results
+        ]
+        whole = {"exit_code": self.exit_code, "policy": self.policy, "counts": dict(self.counts)}
+        return {**whole, "notes": list(self.notes), "results": results}

@@ -43,6 +43,7 @@ HARNESS: dict[str, int] = {
     "speed": 4,
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
+    "junit_reader": 5,  # other people's JUnit
     "journal": 4,
     "deaths": 5,  # how a process ended, from the journal
     "hooks": 5,  # inside the test process: journal, capabilities, manifest
@@ -52,6 +53,9 @@ HARNESS: dict[str, int] = {
     "run": 7,  # executes and writes the journal
     "doctor": 7,
     "gate": 7,
+    "combine": 8,  # several folders and files, one verdict
+    "junit_merge": 9,
+    "judged_with": 8,  # another checkout's judgement, in a process of its own
     "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,
     "history": 8,
@@ -77,7 +81,7 @@ EXECUTES = {
     "listings",
     "doctor",
 }
-JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report"}
+JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report", "combine"}
 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {

@@ -156,7 +156,7 @@ def test_read_back_finds_a_lie(tmp_path: Path) -> None:
 
 def test_write_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that went wrong (here: names no longer unique) is an error at once, not an unreadable report."""
-    monkeypatch.setattr(junit, "_unique", lambda name, used: "the same")
+    monkeypatch.setattr(junit, "unique", lambda name, used: "the same")
     results = (Result(f"numerics/test_a::test_b[{i}]", "numerics", Verdict.PASS) for i in range(2))
     with pytest.raises(UnreadableError, match="repeats a name"):
         write(judged(*results), tmp_path)

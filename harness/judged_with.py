@@ -70,9 +70,10 @@ def judge(evidence: Path, checkout: Path) -> Both:
         UsageError: `checkout` holds no harness, baselines or suites.
         UnreadableError: its harness gave no judgement.
     """
-    for part in ("harness", "baselines", "suites"):
-        if not (checkout / part).is_dir():
-            raise UsageError(f"{checkout} has no {part}/", "a checkout of the base branch", "correct --judge-with")
+    # Without these files Python would take the harness from elsewhere, perhaps from the change.
+    for part in ("harness/__main__.py", "harness/__init__.py", "baselines", "suites"):
+        if not (checkout / part).exists():
+            raise UsageError(f"{checkout} has no {part}", "a checkout of the base branch", "correct --judge-with")
     base = _ask(evidence.absolute(), checkout.absolute())
     own: dict[str, Any] | None = None
     error = ""

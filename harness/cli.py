@@ -97,11 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument(
         "--judge-with", type=Path, metavar="CHECKOUT", help="let another checkout judge: its harness and baselines"
     )
+    gate.add_argument("--base", type=Path, metavar="DIR", help="evidence of the base commit: say what changed since")
     gate.add_argument("--whole", action="store_true", help="a run that selected less than must run is MISSING")
     gate.add_argument("--json", action="store_true", help="one JSON object")
     gate.add_argument("--current", action="store_true", help="judge with this checkout's baselines; say what differs")
     gate.add_argument("--root", type=Path, metavar="DIR", help="checkout for --current (default: the nearest one)")
     gate.set_defaults(call=_gate)
+
+    diff = commands.add_parser("diff", help="what changed between two runs: conditions, tests and numbers")
+    diff.add_argument("before", type=Path, metavar="DIR_A", help="folder that `fp8ci run` has written")
+    diff.add_argument("after", type=Path, metavar="DIR_B", help="another one")
+    diff.add_argument("--json", action="store_true", help="one JSON object")
+    diff.set_defaults(call=_diff)
 
     merge = commands.add_parser("merge", help="merge anybody's JUnit files into one that every reader reads the same")
     merge.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="JUnit files, malformed ones too")
@@ -283,6 +290,11 @@ def _gate(options: argparse.Namespace) -> int:
     if options.json:
         _print(json.dumps({**judgement.as_dict(), "summary": text}) + "\n")
         return judgement.exit_code
+    if options.base is not None:
+        from harness import differences as since
+
+        changed = since.between(options.base, alone).text.replace("\n## ", "\n### ")
+        text += f"\n## Against the base commit\n\n{changed}"
     if differences is not None:
         told = [f"differs: {line}" for line in differences[:15]] or ["no verdict differs from the run's own files"]
         if len(differences) > 15:
@@ -300,6 +312,14 @@ def _gate_several(paths: Sequence[Path], expect: Sequence[str], as_json: bool) -
     rows = [(str(piece.path), piece.label, piece.judgement) for piece in pieces]
     _print(json.dumps(judgement.as_dict()) + "\n" if as_json else summary.render_several(judgement, rows))
     return judgement.exit_code
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from harness import differences
+
+    found = differences.between(options.before, options.after)
+    _print(json.dumps(found.as_dict(), indent=1) + "\n" if options.json else found.text)
+    return 0
 
 
 def _merge(options: argparse.Namespace) -> int:

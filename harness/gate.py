@@ -264,14 +264,14 @@ def _measured(found: _Evidence, results: list[Result], notes: list[str]) -> list
     return [*judged, *_blind(found, judged, losses.rows, codegen.rows)]
 
 
-def _file_of(found: _Evidence, result: Result, key: str) -> Path:
+def file_of(folder: Path, result: Result, key: str) -> Path:
     """The evidence file that a test names. UnreadableError for one outside of the folder."""
     name = str(result.properties[key])
     try:
-        path = (found.folder / name).resolve()
+        path = (folder / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a null byte, a name too long, a loop of links
         raise UnreadableError(f"{key} {name!r} is no path ({error})", "a path inside of the evidence folder") from None
-    if not path.is_relative_to(found.folder.resolve()):
+    if not path.is_relative_to(folder.resolve()):
         raise UnreadableError(f"{key} {name!r} lies outside of the evidence folder", "a path inside of it")
     return path
 
@@ -300,7 +300,7 @@ class _LossJudge:
         return sorted({(row.test, f"loss curve {row.case}") for row in rows})
 
     def judge(self, result: Result) -> Result:
-        evidence = baselines.read_loss_evidence(_file_of(self.found, result, "loss_file"))
+        evidence = baselines.read_loss_evidence(file_of(self.found.folder, result, "loss_file"))
         swapped = _swapped(result, evidence)
         if swapped:
             return _overridden(result, Verdict.DISAGREE, swapped)
@@ -419,7 +419,7 @@ class _CodegenJudge:
         return rows
 
     def judge(self, result: Result) -> Result:
-        evidence = baselines.read_isa_evidence(_file_of(self.found, result, "isa_file"))
+        evidence = baselines.read_isa_evidence(file_of(self.found.folder, result, "isa_file"))
         self.versions.add(baselines.minor_version(evidence.triton))
         test = manifest.parse(result.id)
         for key, inside, expected in (

@@ -55,6 +55,7 @@ HARNESS: dict[str, int] = {
     "gate": 7,
     "combine": 8,  # several folders and files, one verdict
     "junit_merge": 9,
+    "differences": 8,  # two runs, side by side
     "judged_with": 8,  # another checkout's judgement, in a process of its own
     "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict
+from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict, worst_exit
 
 if TYPE_CHECKING:
+    from harness.perturb import Outcome
     from harness.platforms import Platform
+    from harness.power import Power
     from harness.result import Judgement
 
 POLICIES = ("pull-request", "main")
@@ -115,11 +117,16 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--out", type=Path, metavar="FILE", required=True, help="the merged file")
     merge.set_defaults(call=_merge)
 
-    selftest = commands.add_parser("selftest", help="seed known faults into copies of the tree; each must be seen")
+    selftest = commands.add_parser(
+        "selftest", help="make evidence wrong, and seed faults into copies of the tree; each must be seen"
+    )
     selftest.add_argument(
         "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
     )
     selftest.add_argument("--only", action="append", default=[], metavar="NAME,...", help="faults (default: all)")
+    selftest.add_argument(
+        "--evidence", type=Path, metavar="DIR", help="green evidence to make wrong (default: made from the baselines)"
+    )
     selftest.add_argument("--out", type=Path, metavar="DIR", help="keep the evidence of each fault in DIR/NAME")
     selftest.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     selftest.add_argument("--json", action="store_true", help="one JSON object")
@@ -324,7 +331,6 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _merge(options: argparse.Namespace) -> int:
     from harness import junit_merge
-    from harness.errors import worst_exit
 
     judgement, repairs = junit_merge.merge(options.paths, options.out)
     for repair in repairs:
@@ -337,33 +343,59 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _selftest(options: argparse.Namespace) -> int:
-    from harness import selftest
+    from harness import perturb, selftest
 
     root = _root(options.root)
     platform, _ = _resolve(options.platform)
     names = _names(options.only, "--only", "fault")
-    tested = selftest.execute(root, platform, names, options.out, (lambda text: None) if options.quiet else _say)
+    say: Callable[[str], None] = (lambda text: None) if options.quiet else _say
+    evidence = [name for name in names if name in {row.name for row in perturb.PERTURBATIONS}]
+    perturbed, power = (
+        _perturbed(root, platform, evidence, options.evidence, say) if evidence or not names else ([], ())
+    )
+    faults = tuple(name for name in names if name not in evidence)
+    tested = selftest.execute(root, platform, faults, options.out, say) if faults or not names else None
+    tried = [outcome for outcome in perturbed if outcome.verdict is not Verdict.SKIP]
+    codes = [VERDICTS[outcome.verdict].exit_code for outcome in tried] + ([tested.exit_code] if tested else [])
     if options.json:
-        faults = [
-            {
-                "name": outcome.fault.name,
-                "claim": outcome.fault.claim,
-                "archs": outcome.fault.archs,
-                "verdict": outcome.verdict,
-                "message": outcome.message,
-                "seconds": round(outcome.seconds, 3),
-                "tests": [{"id": s.id, "verdict": s.verdict, "message": s.message} for s in outcome.seen],
-            }
-            for outcome in tested.outcomes
-        ]
-        counts = {"detected": tested.detected, "tried": tested.tried, "seconds": round(tested.seconds, 3)}
-        _print(json.dumps({"platform": platform.id, **counts, "faults": faults}, indent=1) + "\n")
-    else:
-        width = max((len(outcome.fault.name) for outcome in tested.outcomes), default=0)
-        lines = [f"{outcome.fault.name:{width}}  {selftest.told(outcome)}" for outcome in tested.outcomes]
-        power = f"detection power {tested.detected}/{tested.tried} in {tested.seconds:.0f} s"
-        _print("\n".join([*lines, power]) + "\n")
-    return tested.exit_code
+        rows: dict[str, object] = {"platform": platform.id}
+        rows |= tested.as_dict() if tested else {}
+        rows["evidence"] = [{"name": o.name, "verdict": o.verdict, "message": o.message} for o in perturbed]
+        rows["power"] = [{"case": p.case, "constant": p.constant, "growing": p.growing} for p in power]
+        _print(json.dumps(rows, indent=1) + "\n")
+        return worst_exit(codes)
+    names_shown = [outcome.name for outcome in perturbed] + [o.fault.name for o in (tested.outcomes if tested else ())]
+    width = max(map(len, names_shown), default=0)
+    lines = [f"{o.name:{width}}  {'' if o.verdict is Verdict.PASS else f'{o.verdict}: '}{o.message}" for o in perturbed]
+    if perturbed:
+        seen = sum(outcome.verdict is Verdict.PASS for outcome in perturbed)
+        lines.append(f"evidence made wrong: {seen}/{len(tried)} seen by the gate")
+    lines += [row.text for row in power]
+    if tested:
+        lines += [f"{outcome.fault.name:{width}}  {selftest.told(outcome)}" for outcome in tested.outcomes]
+        lines.append(f"detection power {tested.detected}/{tested.tried} in {tested.seconds:.0f} s")
+    _print("\n".join(lines) + "\n")
+    return worst_exit(codes)
+
+
+def _perturbed(
+    root: Path, platform: Platform, names: Sequence[str], evidence: Path | None, say: Callable[[str], None]
+) -> tuple[list[Outcome], tuple[Power, ...]]:
+    """Good evidence made wrong, in every way or those named, and how small a drift of each curve would be seen."""
+    import tempfile
+
+    from harness import perturb, power, rebuilt
+
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="fp8ci-perturb-") as folder:
+        if evidence is None and not (root / "baselines" / platform.id / "manifest.txt").exists():
+            say(f"{platform.id} has no manifest: no evidence to make wrong; name a folder with --evidence")
+            return [], ()
+        good = evidence or rebuilt.rebuild(root, platform, Path(folder) / "good")
+        for outcome in perturb.execute(good, Path(folder), names):
+            say(f"{outcome.name}: {outcome.verdict}: {outcome.message}")
+            found.append(outcome)
+    return found, power.of_platform(root, platform)
 
 
 def _platforms(options: argparse.Namespace) -> int:

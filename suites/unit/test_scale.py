@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from harness import combine, junit_merge
 from suites.unit import tiny_checkout
 from suites.unit.built_evidence import Built

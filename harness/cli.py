@@ -164,16 +164,25 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 def _baseline(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="baseline_command", required=True, metavar="COMMAND")
     record = commands.add_parser("record", help="run the suites (or take --from DIR) and write what they measured")
-    _selection(record)
-    record.add_argument("--runs", type=int, metavar="N", help="nudged runs of the loss suite (default: 5)")
-    record.add_argument("--manifest", action="store_true", help="write the ids that ran as those that must run")
-    record.add_argument(
-        "--from", dest="sources", type=Path, action="append", default=[], metavar="DIR", help="take existing evidence"
-    )
-    record.add_argument("--loosen", metavar="REASON", help="allow what makes the gate more tolerant; goes into LOG.md")
-    record.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
-    record.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    record.set_defaults(call=_record)
+    propose = commands.add_parser("propose", help="the same, and print what would change; --write writes it")
+    propose.add_argument("--write", action="store_true", help="write what is printed")
+    for parser in (record, propose):
+        _selection(parser)
+        parser.add_argument("--runs", type=int, metavar="N", help="nudged runs of the loss suite (default: 5)")
+        parser.add_argument("--manifest", action="store_true", help="write the ids that ran as those that must run")
+        parser.add_argument(
+            "--from",
+            dest="sources",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="DIR",
+            help="take existing evidence",
+        )
+        parser.add_argument("--loosen", metavar="REASON", help="allow what makes the gate more tolerant; for LOG.md")
+        parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
+        parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+        parser.set_defaults(call=_record)
     lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
     lint.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     lint.set_defaults(call=_lint)
@@ -426,7 +435,7 @@ def _platforms(options: argparse.Namespace) -> int:
 def _record(options: argparse.Namespace) -> int:
     import datetime
 
-    from harness import gate, record
+    from harness import gate, proposal, record
     from harness import run as running
     from harness.platforms import select_suites
 
@@ -475,6 +484,11 @@ def _record(options: argparse.Namespace) -> int:
         sources = record.run_all(platform, suites, nudged, execute, _say)
         complete = options.case is None
     recorded = record.changes(root, platform, sources, suites, complete, options.manifest)
+    proposal.add_up(root, recorded)
+    if options.baseline_command == "propose":
+        _print(proposal.render(root, recorded))
+        if not options.write:
+            return 0
     for line in record.write(root, recorded, options.loosen):
         _print(line + "\n")
     return 0
@@ -488,9 +502,10 @@ def _nudged(evidence: Path) -> bool:
 
 
 def _lint(options: argparse.Namespace) -> int:
-    from harness import record
+    from harness import across, record
 
-    problems = record.lint(_root(options.root))
+    root = _root(options.root)
+    problems = [*record.lint(root), *across.lint(root)]
     for problem in problems:
         _print(problem + "\n")
     if not problems:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import bands, baselines, deaths, junit, ledger, machinecode, manifest
+from harness import bands, baselines, deaths, fingerprint, junit, ledger, machinecode, manifest
 from harness.capabilities import Capabilities
 from harness.errors import (
     BASELINE,
@@ -261,6 +261,7 @@ def _measured(found: _Evidence, results: list[Result], notes: list[str]) -> list
                 result = replace(result, verdict=Verdict.UNREADABLE, message=str(error))
         judged.append(result)
     judged = losses.pair(judged)
+    notes += losses.notes
     return [*judged, *_blind(found, judged, losses.rows, codegen.rows)]
 
 
@@ -292,6 +293,14 @@ class _LossJudge:
         self.calibrated = "loss" in found.platform.calibrated
         self.path = found.baselines / found.platform.id / baselines.LOSS_FILE
         self.baseline = baselines.load_loss(self.path, found.platform.id) if self.path.exists() else None
+        versions = found.run.get("versions")
+        self.fingerprint = fingerprint.of_run(found.platform.id, versions if isinstance(versions, Mapping) else {})
+        self.moved: dict[str, list[str]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each way in which the recorded runs were made under another fingerprint."""
+        return [f"recorded otherwise: {keys}, for {len(cases)} curves" for keys, cases in self.moved.items()]
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -323,6 +332,9 @@ class _LossJudge:
         reference = baselines.reference_run(same)
         if reference is None:
             return _overridden(result, Verdict.NO_BASELINE, f"{evidence.case} has no run 0 (nudge 0, as configured)")
+        moved = fingerprint.differing(self.fingerprint, fingerprint.of_row(reference.provenance))
+        if moved:
+            self.moved.setdefault("; ".join(moved), []).append(evidence.case)
         spread = [bands.Curve.of_run(run) for run in same if run is not reference]
         nudged = bands.counted(reference, same)
         return self._apply(

@@ -40,6 +40,7 @@ HARNESS: dict[str, int] = {
     "manifest": 3,
     "baselines": 3,
     "bands": 4,
+    "fingerprint": 4,  # what a measurement was made with
     "speed": 4,
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
@@ -65,8 +66,10 @@ HARNESS: dict[str, int] = {
     "perturb": 8,  # evidence made wrong, for the self-test
     "selftest": 9,
     "record": 9,  # runs judged once more, into baselines
-    "cli": 10,
-    "__main__": 11,
+    "proposal": 10,  # what a recording would change
+    "across": 8,  # baselines of several platforms, side by side
+    "cli": 11,
+    "__main__": 12,
 }
 
 # Executing and judging share data, never code: a folder of evidence is judged where nothing could run.

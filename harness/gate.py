@@ -201,8 +201,11 @@ def _journaled(found: _Evidence) -> list[Result]:
 
 
 def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Death | None, log: str) -> Result:
+    attempts = (*record.earlier, record.state) if record.earlier else ()
+
     def result(verdict: Verdict, message: str, detail: str = "") -> Result:
-        return Result(record.id, record.suite, verdict, message, detail, record.seconds, dict(record.properties))
+        told = dict(record.properties)
+        return Result(record.id, record.suite, verdict, message, detail, record.seconds, told, attempts=attempts)
 
     state = record.state
     if crash is not None:  # also of a test that had passed by then: nobody knows what was still to come

@@ -137,6 +137,9 @@ def case(result: Result, name: str, classname: str) -> Any:
         if text:
             outcome.text = text if len(text) <= TEXT_LIMIT else text[:TEXT_LIMIT] + "\n[cut; the journal has all of it]"
         made.result = [outcome]
+    if result.attempts:  # as text: readers disagree on rerunFailure and flakyFailure
+        told = "\n".join(f"attempt {number}: {ended}" for number, ended in enumerate(result.attempts, start=1))
+        made.system_out = clean(told)
     made.add_property("verdict", str(result.verdict))
     for key, value in sorted(result.properties.items()):
         if key != "verdict":

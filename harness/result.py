@@ -36,6 +36,8 @@ class Result:
     properties: Mapping[str, str | int | float] = field(default_factory=dict)
     baseline: Mapping[str, Any] | None = None
     """What it was compared with: `kind` is "loss" (bands.as_dict) or "codegen" (facts beside the baseline's)."""
+    attempts: tuple[str, ...] = ()
+    """How each attempt ended, the last one included; empty where there was one."""
     strict: bool = False
     """The stricter form of the verdict applies (IMPROVED on main)."""
 

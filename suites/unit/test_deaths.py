@@ -584,6 +584,9 @@ def test_only_the_machine_is_retried(
     assert [attempt["attempt"] for attempt in described["attempts"]] == list(range(1, attempts + 1))
     assert ("retried: numerics, attempt 1 ended with exit " in text) is (attempts == 2)
     assert (root / "out/logs/numerics.1.log").exists() is (attempts == 2)
+    told = [element.text for element in ElementTree.parse(root / "out/junit.xml").getroot().iter("system-out")]
+    kept = ["attempt 1: passed\nattempt 2: passed", "attempt 1: running\nattempt 2: passed"]
+    assert told == (kept if attempts == 2 else [])
 
 
 def test_a_machine_that_stays_ill(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -483,6 +484,48 @@ def test_the_harness_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert text.startswith("KILLED exit 3: numerics test_tiny::test_2_dies - the harness ended before the test process")
     assert "1 PASS" in text.splitlines()[0]
+
+
+FULL = """
+mount -t tmpfs -o size=200k tmpfs "$1" && shift && "$@"
+echo "exit $?"
+cp -r "$OUT" "$COPY"
+"""
+
+
+def test_the_whole_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not only the journal's file: pytest, its log and the harness meet a full file system of 200 KiB together.
+
+    The run says so in one line and exits 4. What had been written can be judged on another disk: finished tests passed.
+    """
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("requires a mount of its own; this host gives no user namespaces")
+    source = "import pytest\n@pytest.mark.parametrize('n', range(300))\n"
+    source += "def test_it(n, record_property): record_property('pad', 'x' * 2000)\n"
+    ids = [f"numerics/test_tiny::test_it[{number}]" for number in range(300)]
+    root = tiny_checkout.make(tmp_path / "checkout", {"numerics/test_tiny": source}, ids)
+    (tmp_path / "disk").mkdir()
+    out, copy = tmp_path / "disk" / "out", tmp_path / "copy"
+    arguments = ["run", "--platform", "cpu", "--suite", "numerics", "--quiet", "--root", str(root), "--out", str(out)]
+    arguments += ["--", "-p", "harness.plugin", "-p", "xdist", "-n0"]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", FULL, "sh", str(tmp_path / "disk"), sys.executable, "-c", DRIVER, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(out), "COPY": str(copy)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "exit 4\n" in done.stdout, done
+    assert done.stderr.startswith("fp8ci: ")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert cli.main(["gate", str(copy)]) == 3
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(("DISK exit 3: ", "KILLED exit 3: "))
+    passed = re.search(r"(\d+) PASS", line)
+    assert passed is not None
+    assert int(passed[1]) > 20
 
 
 # Absence: pytest ends in order, and nothing was tested ---------------------------------------------------------------

@@ -300,11 +300,14 @@ def test_expected_means_whole(narrow: str, tmp_path: Path) -> None:
     else:
         built = Built(tmp_path, ("numerics",)).test(NUMERICS_TEST)
         built.baseline(ids=[NUMERICS_TEST])
-    evidence = built.write()
+    evidence = reported(tmp_path, built)
     assert gate.judge(evidence).exit_code == 0
     judgement, _ = combine.judge([evidence], ["cpu"])
     assert (judgement.exit_code, judgement.counts["MISSING"]) == (3, 1)
     assert cli.main(["gate", str(evidence), "--whole"]) == 3
+    # The report alone says it too.
+    judgement, _ = combine.judge([evidence / "junit.xml"], ["cpu"])
+    assert (judgement.exit_code, judgement.counts["MISSING"]) == (3, 1)
 
 
 def test_several_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

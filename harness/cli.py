@@ -287,9 +287,9 @@ def _gate(options: argparse.Namespace) -> int:
         raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
     alone = options.paths[0] if len(options.paths) == 1 and not expect else None
     if alone is None or alone.is_file():
-        if options.current or options.judge_with:
-            raise UsageError("--current and --judge-with take one folder", "one DIR", "judge them one by one")
-        return _gate_several(options.paths, expect, options.json)
+        if options.current or options.judge_with or options.base:
+            raise UsageError("--current, --judge-with and --base take one folder", "one DIR", "judge them one by one")
+        return _gate_several(options.paths, expect, options.whole, options.json)
     run = gate.read_run(alone)
     if options.judge_with is not None:
         from harness import judged_with
@@ -320,11 +320,11 @@ def _gate(options: argparse.Namespace) -> int:
     return judgement.exit_code
 
 
-def _gate_several(paths: Sequence[Path], expect: Sequence[str], as_json: bool) -> int:
+def _gate_several(paths: Sequence[Path], expect: Sequence[str], whole: bool, as_json: bool) -> int:
     from harness import combine
     from harness.report import summary
 
-    judgement, pieces = combine.judge(paths, expect)
+    judgement, pieces = combine.judge(paths, expect, whole)
     rows = [(str(piece.path), piece.label, piece.judgement) for piece in pieces]
     _print(json.dumps(judgement.as_dict()) + "\n" if as_json else summary.render_several(judgement, rows))
     return judgement.exit_code

@@ -47,11 +47,16 @@ class Piece:
     judgement: Judgement
 
 
-def judge(paths: Sequence[Path], expect: Sequence[str] = ()) -> tuple[Judgement, tuple[Piece, ...]]:
-    """Judge every piece, and what is expected of them together. UsageError for an expected platform that is none."""
+def judge(
+    paths: Sequence[Path], expect: Sequence[str] = (), whole: bool = False
+) -> tuple[Judgement, tuple[Piece, ...]]:
+    """Judge every piece, and what is expected of them together. UsageError for an expected platform that is none.
+
+    With `whole`, and wherever something is expected, a selection of what must run is MISSING.
+    """
     for name in expect:
         platforms.get(name)
-    pieces = tuple(_piece(path, bool(expect)) for path in paths)
+    pieces = tuple(_piece(path, whole or bool(expect)) for path in paths)
     results = [replace(found, suite=f"{found.suite} on {p.label}") for p in pieces for found in p.judgement.results]
     results += _expected(pieces, expect)
     notes = tuple(f"{piece.label}: {note}" for piece in pieces for note in piece.judgement.notes)

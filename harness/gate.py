@@ -177,6 +177,7 @@ def judge(evidence: Path, baselines_root: Path | None = None, whole: bool = Fals
     results += _idle(found, results)
     results = _waived(found, results)
     notes += _attempts(found)
+    notes += _memory(found)
     policy = str(run["policy"])
     results = _strict(results, policy)
     results.sort(key=lambda result: (suite_rank(result.suite), result.id))
@@ -576,6 +577,14 @@ def _attempts(found: _Evidence) -> Iterator[str]:
         for process in [process for process in found.journal.processes if process.suite == suite][:-1]:
             told = f"ended with {process.signal or f'exit {process.rc}'} after {process.seconds:.1f} s"
             yield f"retried: {suite}, attempt {process.attempt} {told} (logs/{suite}.{process.attempt}.log)"
+
+
+def _memory(found: _Evidence) -> Iterator[str]:
+    """A line for each suite that ended in order while the kernel killed something at the run's own memory limit."""
+    for suite in found.suites:
+        process, session = deaths.last_of(found.journal, suite)
+        if process is not None and process.oom == "limit" and session is not None and session.rc is not None:
+            yield f"memory: while {suite} ran, the kernel killed a process at the run's own limit"
 
 
 def _narrowed(found: _Evidence) -> Iterator[Result]:

@@ -399,6 +399,7 @@ def _attempt(
             killed_by=ended.killed_by,
             seconds=round(ended.seconds, 3),
             pid=ended.pid,
+            oom=ended.oom,
         )
     if request.platform.vendor != "cpu" and _suspect(ended, log):
         own = log.with_name(f"{job.suite}.canary.{attempt}.log")

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict
+from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict, worst_exit
 
 if TYPE_CHECKING:
+    from harness.perturb import Outcome
     from harness.platforms import Platform
+    from harness.power import Power
     from harness.result import Judgement
 
 POLICIES = ("pull-request", "main")
@@ -72,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--in", dest="where", choices=("local",), default=None, help="where tests run (default: local)")
     run.add_argument("--out", type=Path, metavar="DIR", help="evidence folder (default: evidence/PLATFORM-TIME-ID)")
     run.add_argument("--policy", choices=POLICIES, help="on main IMPROVED is red (default: from GITHUB_EVENT_NAME)")
+    run.add_argument(
+        "--retries", type=int, default=1, metavar="N", help="tries more of a suite that the machine ended (default: 1)"
+    )
     run.add_argument("--quiet", action="store_true", help="no progress on stderr")
     run.set_defaults(call=_run)
 
@@ -80,17 +85,48 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="one JSON object")
     plan.set_defaults(call=_plan)
 
-    gate = commands.add_parser("gate", help="judge an evidence folder again, on any machine, without torch")
-    gate.add_argument("evidence", type=Path, metavar="DIR", help="folder that `fp8ci run` has written")
+    gate = commands.add_parser("gate", help="judge evidence again, on any machine, without torch")
+    gate.add_argument(
+        "paths",
+        type=Path,
+        nargs="*",
+        metavar="PATH",
+        help="folders that `fp8ci run` has written; anybody's JUnit files",
+    )
+    gate.add_argument(
+        "--expect", action="append", default=[], metavar="PLATFORM,...", help="platforms that must be there, and whole"
+    )
+    gate.add_argument(
+        "--judge-with", type=Path, metavar="CHECKOUT", help="let another checkout judge: its harness and baselines"
+    )
+    gate.add_argument("--base", type=Path, metavar="DIR", help="evidence of the base commit: say what changed since")
+    gate.add_argument("--whole", action="store_true", help="a run that selected less than must run is MISSING")
+    gate.add_argument("--json", action="store_true", help="one JSON object")
     gate.add_argument("--current", action="store_true", help="judge with this checkout's baselines; say what differs")
     gate.add_argument("--root", type=Path, metavar="DIR", help="checkout for --current (default: the nearest one)")
     gate.set_defaults(call=_gate)
 
-    selftest = commands.add_parser("selftest", help="seed known faults into copies of the tree; each must be seen")
+    diff = commands.add_parser("diff", help="what changed between two runs: conditions, tests and numbers")
+    diff.add_argument("before", type=Path, metavar="DIR_A", help="folder that `fp8ci run` has written")
+    diff.add_argument("after", type=Path, metavar="DIR_B", help="another one")
+    diff.add_argument("--json", action="store_true", help="one JSON object")
+    diff.set_defaults(call=_diff)
+
+    merge = commands.add_parser("merge", help="merge anybody's JUnit files into one that every reader reads the same")
+    merge.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="JUnit files, malformed ones too")
+    merge.add_argument("--out", type=Path, metavar="FILE", required=True, help="the merged file")
+    merge.set_defaults(call=_merge)
+
+    selftest = commands.add_parser(
+        "selftest", help="make evidence wrong, and seed faults into copies of the tree; each must be seen"
+    )
     selftest.add_argument(
         "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
     )
     selftest.add_argument("--only", action="append", default=[], metavar="NAME,...", help="faults (default: all)")
+    selftest.add_argument(
+        "--evidence", type=Path, metavar="DIR", help="green evidence to make wrong (default: made from the baselines)"
+    )
     selftest.add_argument("--out", type=Path, metavar="DIR", help="keep the evidence of each fault in DIR/NAME")
     selftest.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     selftest.add_argument("--json", action="store_true", help="one JSON object")
@@ -128,16 +164,25 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 def _baseline(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="baseline_command", required=True, metavar="COMMAND")
     record = commands.add_parser("record", help="run the suites (or take --from DIR) and write what they measured")
-    _selection(record)
-    record.add_argument("--runs", type=int, metavar="N", help="nudged runs of the loss suite (default: 5)")
-    record.add_argument("--manifest", action="store_true", help="write the ids that ran as those that must run")
-    record.add_argument(
-        "--from", dest="sources", type=Path, action="append", default=[], metavar="DIR", help="take existing evidence"
-    )
-    record.add_argument("--loosen", metavar="REASON", help="allow what makes the gate more tolerant; goes into LOG.md")
-    record.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
-    record.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    record.set_defaults(call=_record)
+    propose = commands.add_parser("propose", help="the same, and print what would change; --write writes it")
+    propose.add_argument("--write", action="store_true", help="write what is printed")
+    for parser in (record, propose):
+        _selection(parser)
+        parser.add_argument("--runs", type=int, metavar="N", help="nudged runs of the loss suite (default: 5)")
+        parser.add_argument("--manifest", action="store_true", help="write the ids that ran as those that must run")
+        parser.add_argument(
+            "--from",
+            dest="sources",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="DIR",
+            help="take existing evidence",
+        )
+        parser.add_argument("--loosen", metavar="REASON", help="allow what makes the gate more tolerant; for LOG.md")
+        parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
+        parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+        parser.set_defaults(call=_record)
     lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
     lint.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     lint.set_defaults(call=_lint)
@@ -158,7 +203,7 @@ def _isa(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from harness import gate
+    from harness import deaths, gate
     from harness import run as running
 
     where = os.environ.get("FP8CI_IN") or options.where or "local"
@@ -167,6 +212,8 @@ def _run(options: argparse.Namespace) -> int:
     ours = next((item for item in options.pytest_args if item.startswith("--fp8-")), None)
     if ours is not None:
         raise UsageError(f"{ours} is set by `fp8ci run` itself", "pytest's own options after --", "use --case or --out")
+    if options.retries < 0:
+        raise UsageError(f"--retries is {options.retries}", "0 or more", "correct it")
     root = _root(options.root)
     platform, reason = _resolve(options.platform)
     request = running.RunRequest(
@@ -179,6 +226,8 @@ def _run(options: argparse.Namespace) -> int:
         pytest_args=options.pytest_args,
         policy=options.policy or policy_of(os.environ),
         progress=not options.quiet,
+        retries=options.retries,
+        machine_failed=deaths.machine_failed,
     )
     gate.check_files(root / "baselines", platform)
     evidence = running.execute(request)
@@ -234,47 +283,129 @@ def _gate(options: argparse.Namespace) -> int:
     from harness import gate
     from harness.report import summary
 
-    run = gate.read_run(options.evidence)
-    if not options.current:
-        judgement: Judgement = gate.judge(options.evidence)
-        _print(summary.render(judgement, run))
+    expect = _names(options.expect, "--expect", "platform") if options.expect else ()
+    if not options.paths and not expect:
+        raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
+    alone = options.paths[0] if len(options.paths) == 1 and not expect else None
+    if alone is None or alone.is_file():
+        if options.current or options.judge_with or options.base:
+            raise UsageError("--current, --judge-with and --base take one folder", "one DIR", "judge them one by one")
+        return _gate_several(options.paths, expect, options.whole, options.json)
+    run = gate.read_run(alone)
+    if options.judge_with is not None:
+        from harness import judged_with
+
+        both = judged_with.judge(alone, options.judge_with)
+        _print(json.dumps(both.as_dict()) + "\n" if options.json else both.text)
+        return both.exit_code
+    differences: tuple[str, ...] | None = None
+    if options.current:
+        judgement, differences = gate.against(alone, _root(options.root) / "baselines", options.whole)
+    else:
+        judgement = gate.judge(alone, whole=options.whole)
+    text = summary.render(judgement, run)
+    if options.json:
+        _print(json.dumps({**judgement.as_dict(), "summary": text}) + "\n")
         return judgement.exit_code
-    judgement, differences = gate.against(options.evidence, _root(options.root) / "baselines")
-    told = [f"differs: {line}" for line in differences[:15]] or ["no verdict differs from the run's own files"]
-    if len(differences) > 15:
-        told.append(f"... and {len(differences) - 15} more")
-    _print(summary.render(judgement, run) + "\n## Judged with this checkout's baselines\n\n" + "\n".join(told) + "\n")
+    if options.base is not None:
+        from harness import differences as since
+
+        changed = since.between(options.base, alone).text.replace("\n## ", "\n### ")
+        text += f"\n## Against the base commit\n\n{changed}"
+    if differences is not None:
+        told = [f"differs: {line}" for line in differences[:15]] or ["no verdict differs from the run's own files"]
+        if len(differences) > 15:
+            told.append(f"... and {len(differences) - 15} more")
+        text += "\n## Judged with this checkout's baselines\n\n" + "\n".join(told) + "\n"
+    _print(text)
     return judgement.exit_code
 
 
+def _gate_several(paths: Sequence[Path], expect: Sequence[str], whole: bool, as_json: bool) -> int:
+    from harness import combine
+    from harness.report import summary
+
+    judgement, pieces = combine.judge(paths, expect, whole)
+    rows = [(str(piece.path), piece.label, piece.judgement) for piece in pieces]
+    _print(json.dumps(judgement.as_dict()) + "\n" if as_json else summary.render_several(judgement, rows))
+    return judgement.exit_code
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from harness import differences
+
+    found = differences.between(options.before, options.after)
+    _print(json.dumps(found.as_dict(), indent=1) + "\n" if options.json else found.text)
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from harness import junit_merge
+
+    judgement, repairs = junit_merge.merge(options.paths, options.out)
+    for repair in repairs:
+        _say(repair)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in judgement.counts.items())
+    _print(f"{options.out}: {len(judgement.results)} cases of {len(options.paths)} files: {counts}\n")
+    # Whether tests are red is for the gate to say; whether the files could be read is said here.
+    untrue = {Verdict.UNREADABLE, Verdict.DISAGREE, Verdict.MISSING}
+    return worst_exit([0, *(result.exit_code for result in judgement.results if result.verdict in untrue)])
+
+
 def _selftest(options: argparse.Namespace) -> int:
-    from harness import selftest
+    from harness import perturb, selftest
 
     root = _root(options.root)
     platform, _ = _resolve(options.platform)
     names = _names(options.only, "--only", "fault")
-    tested = selftest.execute(root, platform, names, options.out, (lambda text: None) if options.quiet else _say)
+    say: Callable[[str], None] = (lambda text: None) if options.quiet else _say
+    evidence = [name for name in names if name in {row.name for row in perturb.PERTURBATIONS}]
+    perturbed, power = (
+        _perturbed(root, platform, evidence, options.evidence, say) if evidence or not names else ([], ())
+    )
+    faults = tuple(name for name in names if name not in evidence)
+    tested = selftest.execute(root, platform, faults, options.out, say) if faults or not names else None
+    tried = [outcome for outcome in perturbed if outcome.verdict is not Verdict.SKIP]
+    codes = [VERDICTS[outcome.verdict].exit_code for outcome in tried] + ([tested.exit_code] if tested else [])
     if options.json:
-        faults = [
-            {
-                "name": outcome.fault.name,
-                "claim": outcome.fault.claim,
-                "archs": outcome.fault.archs,
-                "verdict": outcome.verdict,
-                "message": outcome.message,
-                "seconds": round(outcome.seconds, 3),
-                "tests": [{"id": s.id, "verdict": s.verdict, "message": s.message} for s in outcome.seen],
-            }
-            for outcome in tested.outcomes
-        ]
-        counts = {"detected": tested.detected, "tried": tested.tried, "seconds": round(tested.seconds, 3)}
-        _print(json.dumps({"platform": platform.id, **counts, "faults": faults}, indent=1) + "\n")
-    else:
-        width = max((len(outcome.fault.name) for outcome in tested.outcomes), default=0)
-        lines = [f"{outcome.fault.name:{width}}  {selftest.told(outcome)}" for outcome in tested.outcomes]
-        power = f"detection power {tested.detected}/{tested.tried} in {tested.seconds:.0f} s"
-        _print("\n".join([*lines, power]) + "\n")
-    return tested.exit_code
+        rows: dict[str, object] = {"platform": platform.id}
+        rows |= tested.as_dict() if tested else {}
+        rows["evidence"] = [{"name": o.name, "verdict": o.verdict, "message": o.message} for o in perturbed]
+        rows["power"] = [{"case": p.case, "constant": p.constant, "growing": p.growing} for p in power]
+        _print(json.dumps(rows, indent=1) + "\n")
+        return worst_exit(codes)
+    names_shown = [outcome.name for outcome in perturbed] + [o.fault.name for o in (tested.outcomes if tested else ())]
+    width = max(map(len, names_shown), default=0)
+    lines = [f"{o.name:{width}}  {'' if o.verdict is Verdict.PASS else f'{o.verdict}: '}{o.message}" for o in perturbed]
+    if perturbed:
+        seen = sum(outcome.verdict is Verdict.PASS for outcome in perturbed)
+        lines.append(f"evidence made wrong: {seen}/{len(tried)} seen by the gate")
+    lines += [row.text for row in power]
+    if tested:
+        lines += [f"{outcome.fault.name:{width}}  {selftest.told(outcome)}" for outcome in tested.outcomes]
+        lines.append(f"detection power {tested.detected}/{tested.tried} in {tested.seconds:.0f} s")
+    _print("\n".join(lines) + "\n")
+    return worst_exit(codes)
+
+
+def _perturbed(
+    root: Path, platform: Platform, names: Sequence[str], evidence: Path | None, say: Callable[[str], None]
+) -> tuple[list[Outcome], tuple[Power, ...]]:
+    """Good evidence made wrong, in every way or those named, and how small a drift of each curve would be seen."""
+    import tempfile
+
+    from harness import perturb, power, rebuilt
+
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="fp8ci-perturb-") as folder:
+        if evidence is None and not (root / "baselines" / platform.id / "manifest.txt").exists():
+            say(f"{platform.id} has no manifest: no evidence to make wrong; name a folder with --evidence")
+            return [], ()
+        good = evidence or rebuilt.rebuild(root, platform, Path(folder) / "good")
+        for outcome in perturb.execute(good, Path(folder), names):
+            say(f"{outcome.name}: {outcome.verdict}: {outcome.message}")
+            found.append(outcome)
+    return found, power.of_platform(root, platform)
 
 
 def _platforms(options: argparse.Namespace) -> int:
@@ -305,7 +436,7 @@ def _platforms(options: argparse.Namespace) -> int:
 def _record(options: argparse.Namespace) -> int:
     import datetime
 
-    from harness import gate, record
+    from harness import gate, proposal, record
     from harness import run as running
     from harness.platforms import select_suites
 
@@ -354,6 +485,11 @@ def _record(options: argparse.Namespace) -> int:
         sources = record.run_all(platform, suites, nudged, execute, _say)
         complete = options.case is None
     recorded = record.changes(root, platform, sources, suites, complete, options.manifest)
+    proposal.add_up(root, recorded)
+    if options.baseline_command == "propose":
+        _print(proposal.render(root, recorded))
+        if not options.write:
+            return 0
     for line in record.write(root, recorded, options.loosen):
         _print(line + "\n")
     return 0
@@ -367,9 +503,10 @@ def _nudged(evidence: Path) -> bool:
 
 
 def _lint(options: argparse.Namespace) -> int:
-    from harness import record
+    from harness import across, record
 
-    problems = record.lint(_root(options.root))
+    root = _root(options.root)
+    problems = [*record.lint(root), *across.lint(root)]
     for problem in problems:
         _print(problem + "\n")
     if not problems:

@@ -6,8 +6,12 @@ itself"). So the verdict comes from what agrees: our own kill record, the signal
 
     killed by our deadline                                  TIMEOUT      the running test
     stopped by Ctrl-C or the CI                             INTERRUPTED  the running test
+    SIGKILL while the kernel's OOM killer struck            OOM          the running test, at the run's own limit
+                                                            HOST_OOM     the running test, elsewhere on the host
     a signal that only somebody else sends (KILL, TERM)     KILLED       the running test
     any other signal, or an exit without a session end      CRASH        the running test
+    an exit that a time limit of pytest's announces         TIMEOUT      the running test
+    any of these, after which a known-good kernel fails     GPU_HANG     the running test
     an xdist worker that died                               KILLED or CRASH, by its signal, the test it ran
     exit code, session and outcomes that contradict         DISAGREE     the suite
     nothing collected                                       MISSING      the suite
@@ -20,12 +24,14 @@ Not here: whether an id had to run (manifest, gate.py).
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import Verdict
+from harness.errors import MACHINE, VERDICTS, Verdict
+from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal import Journal, ProcessRecord, SessionRecord, TestRecord
 from harness.result import Result
 
@@ -38,12 +44,27 @@ FROM_OUTSIDE = frozenset({"SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT"})
 #: killed_by of a process-end event -> verdict.
 KILLED_BY = {"deadline": Verdict.TIMEOUT, "interrupt": Verdict.INTERRUPTED}
 
+#: oom of a process-end event -> verdict of what SIGKILL ended meanwhile, and the words for it.
+OOM_KILLED = {
+    "limit": (Verdict.OOM, "the run is at its own memory limit"),
+    "host": (Verdict.HOST_OOM, "the host is out of memory"),
+}
+
 #: What the log of a dead process says when the machine is at fault.
 SIGNATURES: tuple[tuple[str, Verdict], ...] = (
     ("No space left on device", Verdict.DISK),
     ("Bus error: nonexistent physical address", Verdict.SHM),
     ("fork: retry: Resource temporarily unavailable", Verdict.PIDS),
 )
+
+#: What pytest-timeout (method `thread`) and pytest's faulthandler_exit_on_timeout print before they end the process.
+WATCHDOGS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"^\++ Timeout \++$", re.MULTILINE), "pytest-timeout"),
+    (re.compile(r"Timeout \(\d+:\d\d:\d\d(\.\d+)?\)!$", re.MULTILINE), "faulthandler_timeout"),
+)
+
+#: How the message of a test begins that pytest-timeout (method `signal`) has failed.
+TIMED_OUT = re.compile(r"Timeout \(>[\d.]+s\) from pytest-timeout")
 
 #: How pytest's log begins when a conftest.py raised, which it tells with the exit code of a wrong argument.
 CONFTEST = "ImportError while loading conftest"
@@ -83,11 +104,19 @@ def signal_of(process: ProcessRecord) -> str | None:
     return signals.Signals(number).name if number in {member.value for member in signals.Signals} else None
 
 
+def watchdog(log: str) -> str | None:
+    """Which time limit the log says has ended a process by an exit, or None."""
+    return next((name for pattern, name in WATCHDOGS if pattern.search(log)), None)
+
+
 def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) -> Death | None:
     """How this process died, or None where its session came to its end."""
     ended = f"after {process.seconds:.1f} s"
     if not process.ended:
         return Death(Verdict.KILLED, "the harness ended before the test process did")
+    if process.canary:
+        what = f"the test process died {ended}, and a known-good kernel fails"
+        return Death(Verdict.GPU_HANG, f"{what}: {process.canary}")
     if process.killed_by in KILLED_BY:
         how = "did not end within its deadline and was stopped" if process.killed_by == "deadline" else "was stopped"
         return Death(KILLED_BY[process.killed_by], f"the test process {how} {ended}")
@@ -99,6 +128,9 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
     for signature, verdict in SIGNATURES:
         if signature in log:
             return Death(verdict, f"the test process died {ended}; its log says `{signature}`")
+    if name == "SIGKILL" and process.oom in OOM_KILLED:
+        verdict, whose = OOM_KILLED[process.oom]
+        return Death(verdict, f"the test process was killed {ended} by the kernel: {whose}")
     if name in FROM_OUTSIDE:
         return Death(Verdict.KILLED, f"the test process was killed from outside by {name} {ended}")
     if name is not None:
@@ -109,6 +141,9 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
         return Death(Verdict.FAIL, f"{lines[0].removesuffix('.').rstrip(':')}: {said}")
     if session is None and process.rc == PYTEST_USAGE:
         return Death(Verdict.USAGE, f"pytest refused its arguments: {_refusal(log)}")
+    limit = watchdog(log) if process.rc == 1 else None
+    if limit is not None:
+        return Death(Verdict.TIMEOUT, f"the test process was ended {ended} by its time limit ({limit})")
     if session is None:
         return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session began")
     return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session had ended")
@@ -139,6 +174,14 @@ def of_suite(journal: Journal, suite: str, evidence: Path) -> Death | None:
     return death_of(process, session, log_tail(evidence, suite)) if process is not None else None
 
 
+def machine_failed(evidence: Path, suite: str) -> bool:
+    """Whether the machine, and not a test, ended the last attempt of a suite: the only thing that may be retried."""
+    journal = Journal.read(evidence / JOURNAL_FILE)
+    death = of_suite(journal, suite, evidence)
+    crashed = crashed_tests(journal, suite, log_tail(evidence, suite)).values()
+    return any(VERDICTS[found.verdict].exit_code == MACHINE for found in (*crashed, *([death] if death else [])))
+
+
 def suite_result(suite: str, what: str, verdict: Verdict, message: str, detail: str = "") -> Result:
     """A result about a suite as a whole; its id is `<suite>/suite::<what>`."""
     return Result(f"{suite}/suite::{what}", suite, verdict, message, detail)
@@ -147,12 +190,19 @@ def suite_result(suite: str, what: str, verdict: Verdict, message: str, detail: 
 def crashed_tests(journal: Journal, suite: str, log: str) -> dict[str, Death]:
     """Test id -> how its xdist worker died."""
     crashed: dict[str, Death] = {}
+    process, _ = last_of(journal, suite)
     for crash in journal.crashes:
-        record = journal.tests.get(crash.id)
-        if (crash.suite or (record.suite if record else crash.id.partition("/")[0])) != suite or not crash.id:
+        if crash.suite != suite or not crash.id or crash.attempt != journal.attempt(suite):
             continue
         verdict, how = _worker_end(crash.signal)
         verdict = next((infra for signature, infra in SIGNATURES if signature in log), verdict)
+        if process is not None and process.oom in OOM_KILLED and crash.signal == "SIGKILL":
+            verdict, whose = OOM_KILLED[process.oom]
+            how = f"was killed by the kernel, {whose},"
+        if crash.signal is None and watchdog(log):
+            verdict, how = Verdict.TIMEOUT, f"was ended by its time limit ({watchdog(log)})"
+        if process is not None and process.canary:
+            verdict, how = Verdict.GPU_HANG, f"{how}, and a known-good kernel fails ({process.canary}),"
         crashed[crash.id] = Death(verdict, f"worker {crash.worker} {how} while it ran this test")
     return crashed
 
@@ -171,7 +221,8 @@ def findings(journal: Journal, suite: str, evidence: Path, case: str | None = No
     """
     process, session = last_of(journal, suite)
     records = [record for record in journal.tests.values() if record.suite == suite]
-    errors = [error for error in journal.collect_errors if error.suite == suite]
+    last = journal.attempt(suite)
+    errors = [error for error in journal.collect_errors if (error.suite, error.attempt) == (suite, last)]
     log = log_tail(evidence, suite)
     for error in errors:
         module = Path(error.path).stem
@@ -187,12 +238,12 @@ def findings(journal: Journal, suite: str, evidence: Path, case: str | None = No
         return
     assert session is not None
     for crash in journal.crashes:
-        if crash.suite == suite and not crash.id:
+        if (crash.suite, crash.attempt) == (suite, last) and not crash.id:
             verdict, how = _worker_end(crash.signal)
             what = f"worker {crash.worker} {how} while it ran no test: {crash.message}"
             yield suite_result(suite, f"worker-{crash.worker}", verdict, what, log)
     for skip in journal.collect_skips:
-        if skip.suite == suite and records:
+        if (skip.suite, skip.attempt) == (suite, last) and records:
             message = f"{skip.path} skipped itself as a whole: {skip.message}"
             yield Result(f"{suite}/{Path(skip.path).stem}::collection", suite, Verdict.SKIP, message)
     if session.rc == PYTEST_INTERNAL:
@@ -222,7 +273,8 @@ def _contradictions(
     log: str,
 ) -> Iterator[Result]:
     red = [record.id for record in records if record.state == "failed"]
-    crashed = [crash for crash in journal.crashes if crash.suite in ("", suite)]
+    last = journal.attempt(suite)
+    crashed = [crash for crash in journal.crashes if (crash.suite, crash.attempt) in (("", last), (suite, last))]
     told = f"exit code {process.rc}, session {session.rc}, {len(red)} failed tests in the journal"
     if process.rc != session.rc:
         yield suite_result(suite, "agreement", Verdict.DISAGREE, f"the process changed its exit code late: {told}", log)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from harness.memory import Struck
+
 KilledBy = Literal["deadline", "interrupt"]
 
 
@@ -32,7 +34,7 @@ class Ended:
     """How a command ended: its exit code or the signal that ended it, who on our side ended it, and after how long.
 
     `rc` is None exactly when `signal` is set. `killed_by` is None when it ended without our doing. `pid` is what the
-    log or the engine calls it.
+    log or the engine calls it. `oom`: meanwhile the kernel killed for memory, at the run's own limit or on the host.
     """
 
     rc: int | None
@@ -40,6 +42,7 @@ class Ended:
     killed_by: KilledBy | None
     seconds: float
     pid: int
+    oom: Struck | None = None
 
 
 class Executor(Protocol):

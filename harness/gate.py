@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import bands, baselines, deaths, junit, ledger, machinecode, manifest
+from harness import bands, baselines, deaths, fingerprint, junit, ledger, machinecode, manifest
 from harness.capabilities import Capabilities
 from harness.errors import (
     BASELINE,
@@ -53,6 +53,12 @@ JUDGED_WITH = "judged-with"
 SCHEMA = 1
 MAIN = "main"
 POLICIES = ("pull-request", MAIN)
+
+#: Verdicts that a test may give itself, by a property `verdict`: it ran, and says that it does not count as a pass.
+REPORTED = frozenset({Verdict.UNMEASURABLE, Verdict.INCONCLUSIVE, Verdict.IMPLAUSIBLE})
+
+BUDGET = 0.05
+"""Share of a suite's rows that may be INCONCLUSIVE; beyond it the machine is too noisy for any of them."""
 
 #: What an exception's own name in a failure message says about its kind.
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
@@ -139,12 +145,13 @@ class _Evidence:
             return datetime.datetime.now(datetime.UTC).date()
 
 
-def judge(evidence: Path, baselines_root: Path | None = None) -> Judgement:
+def judge(evidence: Path, baselines_root: Path | None = None, whole: bool = False) -> Judgement:
     """Judge a run.
 
     Args:
         evidence: folder written by `fp8ci run`.
         baselines_root: a checkout's baselines folder; None judges with the copies in the evidence.
+        whole: the run must have selected all that its platform must run; a selection is MISSING.
 
     Raises:
         UsageError, ConfigError: exit 2: no evidence, an unknown platform, a malformed baseline, manifest or ledger.
@@ -165,11 +172,14 @@ def judge(evidence: Path, baselines_root: Path | None = None) -> Judgement:
     results = _measured(found, results, notes)
     results += _manifest_findings(found, results, notes)
     results += _agreement(found, notes)
+    if whole:
+        results += _narrowed(found)
     results += _idle(found, results)
     results = _waived(found, results)
+    notes += _attempts(found)
+    notes += _memory(found)
     policy = str(run["policy"])
-    if policy == MAIN:
-        results = [replace(result, strict=True) for result in results]
+    results = _strict(results, policy)
     results.sort(key=lambda result: (suite_rank(result.suite), result.id))
     counts = Counter(str(result.verdict) for result in results)
     exit_code = worst_exit([result.exit_code for result in results])
@@ -197,8 +207,11 @@ def _journaled(found: _Evidence) -> list[Result]:
 
 
 def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Death | None, log: str) -> Result:
+    attempts = (*record.earlier, record.state) if record.earlier else ()
+
     def result(verdict: Verdict, message: str, detail: str = "") -> Result:
-        return Result(record.id, record.suite, verdict, message, detail, record.seconds, dict(record.properties))
+        told = dict(record.properties)
+        return Result(record.id, record.suite, verdict, message, detail, record.seconds, told, attempts=attempts)
 
     state = record.state
     if crash is not None:  # also of a test that had passed by then: nobody knows what was still to come
@@ -218,13 +231,35 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         return result(Verdict.FLAKY, f"attempts of one run ended differently: {told}", record.detail)
     if state == "failed":
         verdict = Verdict.OOM if any(word in record.message for word in OUT_OF_MEMORY) else Verdict.FAIL
+        if deaths.TIMED_OUT.match(record.message):
+            verdict = Verdict.TIMEOUT
         message = _whole_message(record)
         return result(
             verdict, message if record.failed_phase == "call" else f"{record.failed_phase}: {message}", record.detail
         )
     if state == "skipped":
         return result(Verdict.SKIP, record.message)
+    said = str(record.properties.get("verdict", ""))
+    if said in REPORTED:
+        return result(Verdict(said), str(record.properties.get("reason", "")))
+    if "verdict" in record.properties:
+        allowed = ", ".join(sorted(REPORTED))
+        return result(Verdict.DISAGREE, f"passed, and reports verdict {said!r}; a test may report {allowed}")
     return result(Verdict.PASS, "")
+
+
+def _strict(results: list[Result], policy: str) -> list[Result]:
+    """The stricter form of a verdict where it applies: IMPROVED on main, INCONCLUSIVE beyond its suite's budget."""
+    rows = Counter(result.suite for result in results)
+    noisy = Counter(result.suite for result in results if result.verdict is Verdict.INCONCLUSIVE)
+    beyond = {suite for suite, count in noisy.items() if not count <= BUDGET * rows[suite]}
+
+    def applies(result: Result) -> bool:
+        if result.verdict is Verdict.IMPROVED:
+            return policy == MAIN
+        return result.verdict is Verdict.INCONCLUSIVE and result.suite in beyond
+
+    return [replace(result, strict=True) if applies(result) else result for result in results]
 
 
 def _whole_message(record: TestRecord) -> str:
@@ -255,17 +290,18 @@ def _measured(found: _Evidence, results: list[Result], notes: list[str]) -> list
                 result = replace(result, verdict=Verdict.UNREADABLE, message=str(error))
         judged.append(result)
     judged = losses.pair(judged)
+    notes += losses.notes
     return [*judged, *_blind(found, judged, losses.rows, codegen.rows)]
 
 
-def _file_of(found: _Evidence, result: Result, key: str) -> Path:
+def file_of(folder: Path, result: Result, key: str) -> Path:
     """The evidence file that a test names. UnreadableError for one outside of the folder."""
     name = str(result.properties[key])
     try:
-        path = (found.folder / name).resolve()
+        path = (folder / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a null byte, a name too long, a loop of links
         raise UnreadableError(f"{key} {name!r} is no path ({error})", "a path inside of the evidence folder") from None
-    if not path.is_relative_to(found.folder.resolve()):
+    if not path.is_relative_to(folder.resolve()):
         raise UnreadableError(f"{key} {name!r} lies outside of the evidence folder", "a path inside of it")
     return path
 
@@ -289,6 +325,14 @@ class _LossJudge:
         other = found.baselines / SECOND_OPINION / baselines.LOSS_FILE
         elsewhere = found.platform.id != SECOND_OPINION and other.exists()
         self.shared = baselines.load_loss(other, SECOND_OPINION) if elsewhere else None
+        versions = found.run.get("versions")
+        self.fingerprint = fingerprint.of_run(found.platform.id, versions if isinstance(versions, Mapping) else {})
+        self.moved: dict[str, list[str]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each way in which the recorded runs were made under another fingerprint."""
+        return [f"recorded otherwise: {keys}, for {len(cases)} curves" for keys, cases in self.moved.items()]
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -297,7 +341,7 @@ class _LossJudge:
         return sorted({(row.test, f"loss curve {row.case}") for row in rows})
 
     def judge(self, result: Result) -> Result:
-        evidence = baselines.read_loss_evidence(_file_of(self.found, result, "loss_file"))
+        evidence = baselines.read_loss_evidence(file_of(self.found.folder, result, "loss_file"))
         swapped = _swapped(result, evidence)
         if swapped:
             return _overridden(result, Verdict.DISAGREE, swapped)
@@ -324,6 +368,9 @@ class _LossJudge:
         reference = baselines.reference_run(same)
         if reference is None:
             return _overridden(result, Verdict.NO_BASELINE, f"{evidence.case} has no run 0 (nudge 0, as configured)")
+        moved = fingerprint.differing(self.fingerprint, fingerprint.of_row(reference.provenance))
+        if moved:
+            self.moved.setdefault("; ".join(moved), []).append(evidence.case)
         spread = [bands.Curve.of_run(run) for run in same if run is not reference]
         nudged = bands.counted(reference, same)
         return self._apply(
@@ -436,7 +483,7 @@ class _CodegenJudge:
         return rows
 
     def judge(self, result: Result) -> Result:
-        evidence = baselines.read_isa_evidence(_file_of(self.found, result, "isa_file"))
+        evidence = baselines.read_isa_evidence(file_of(self.found.folder, result, "isa_file"))
         self.versions.add(baselines.minor_version(evidence.triton))
         test = manifest.parse(result.id)
         for key, inside, expected in (
@@ -547,6 +594,33 @@ def _idle(found: _Evidence, results: list[Result]) -> Iterator[Result]:
             yield deaths.suite_result(mine[0].suite, "skipped", Verdict.MISSING, what)
 
 
+def _attempts(found: _Evidence) -> Iterator[str]:
+    """A line for each suite that ran more than once, with how the earlier attempts ended."""
+    for suite in found.suites:
+        for process in [process for process in found.journal.processes if process.suite == suite][:-1]:
+            told = f"ended with {process.signal or f'exit {process.rc}'} after {process.seconds:.1f} s"
+            yield f"retried: {suite}, attempt {process.attempt} {told} (logs/{suite}.{process.attempt}.log)"
+
+
+def _memory(found: _Evidence) -> Iterator[str]:
+    """A line for each suite that ended in order while the kernel killed something at the run's own memory limit."""
+    for suite in found.suites:
+        process, session = deaths.last_of(found.journal, suite)
+        if process is not None and process.oom == "limit" and session is not None and session.rc is not None:
+            yield f"memory: while {suite} ran, the kernel killed a process at the run's own limit"
+
+
+def _narrowed(found: _Evidence) -> Iterator[Result]:
+    """MISSING for a run that selected less than its platform must run: a gate can be emptied by its arguments too."""
+    left_out = [suite for suite in found.platform.suites if suite not in found.suites]
+    if left_out:
+        what = f"the run selected {', '.join(found.suites)}; {', '.join(left_out)} must run on {found.platform.id} too"
+        yield deaths.suite_result(left_out[0], "selection", Verdict.MISSING, what)
+    if found.case is not None:
+        what = f"the run selected the cases {found.case!r}; all of them must run"
+        yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
+
+
 # Agreement of the run's own files ----------------------------------------------------------------------------------
 
 
@@ -653,22 +727,26 @@ def _waivable(found: _Evidence, known: Result) -> bool:
     return skipped or VERDICTS[known.verdict].exit_code in (SUCCESS, FAILED, BASELINE)
 
 
-def against(evidence: Path, checkout_baselines: Path) -> tuple[Judgement, tuple[str, ...]]:
+def against(evidence: Path, checkout_baselines: Path, whole: bool = False) -> tuple[Judgement, tuple[str, ...]]:
     """Judge with a checkout's baselines (`--current`) and say what differs from the judgement of the run itself.
 
     Returns:
         The judgement with the checkout's files, and one line for each test whose verdict differs.
     """
-    current = judge(evidence, checkout_baselines)
+    current = judge(evidence, checkout_baselines, whole)
     try:
         original = judge(evidence)
     except HarnessError as error:
         return current, (f"the copies in {JUDGED_WITH}/ cannot be judged with: {error}",)
-    before = {result.id: result.verdict for result in original.results}
-    after = {result.id: result.verdict for result in current.results}
-    lines = [
-        f"{test_id}: {before.get(test_id, 'absent')} by the run's own files, {after.get(test_id, 'absent')} by these"
+    before = {result.id: str(result.verdict) for result in original.results}
+    after = {result.id: str(result.verdict) for result in current.results}
+    return current, differing(before, after, "the run's own files", "these")
+
+
+def differing(before: Mapping[str, str], after: Mapping[str, str], first: str, second: str) -> tuple[str, ...]:
+    """One line for each test whose verdict differs between two judgements."""
+    return tuple(
+        f"{test_id}: {before.get(test_id, 'absent')} by {first}, {after.get(test_id, 'absent')} by {second}"
         for test_id in sorted({*before, *after})
         if before.get(test_id) != after.get(test_id)
-    ]
-    return current, tuple(lines)
+    )

@@ -8,6 +8,8 @@ writes there, so its death cannot cut a line.
 A property that is not str, int or float fails its test. pytest-xdist would lose the whole worker over it instead, and
 with the worker the results of other tests.
 
+Imports that only some sessions need are in the functions that need them: a session of trivial tests must not notice us.
+
 Not here: the journal's format (journal.py), what a skip or a death means (gate.py).
 """
 
@@ -20,14 +22,16 @@ import subprocess
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness import capabilities, journal, manifest
+from harness import journal, manifest
 from harness.errors import HarnessError
 from harness.executor import signal_name
-from harness.platforms import DEVICES_VARIABLE
+
+if TYPE_CHECKING:
+    from harness import capabilities
 
 WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
 MESSAGE_LIMIT = 400
@@ -43,12 +47,16 @@ def separate_worker() -> None:
     parallel suites.
     """
     worker = os.environ.get(WORKER_VARIABLE)
+    if not worker:
+        return
+    from harness.platforms import DEVICES_VARIABLE
+
     for variable in CACHE_VARIABLES:
         cache = os.environ.get(variable)
-        if cache and worker:
+        if cache:
             os.environ[variable] = str(Path(cache) / worker)
     name, _, devices = os.environ.get(DEVICES_VARIABLE, "").partition("=")
-    if worker and name and devices:
+    if name and devices:
         listed = devices.split(",")
         os.environ[name] = listed[int(worker.removeprefix("gw")) % len(listed)]
 
@@ -97,6 +105,8 @@ class Settings:
 
     def machine(self) -> capabilities.Capabilities:
         """What this machine can do: from the file that the run wrote, else probed now."""
+        from harness import capabilities
+
         if self.capabilities:
             return capabilities.load(Path(self.capabilities))
         return capabilities.probe()
@@ -138,6 +148,8 @@ class Selector:
         marks = list(item.iter_markers("requires"))
         if not marks:
             return ""
+        from harness import capabilities
+
         try:
             if self.machine is None:
                 self.machine = self.settings.machine()

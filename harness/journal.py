@@ -6,7 +6,8 @@ A line is at most cut, never interleaved, and only the last line of a writer can
 `damage`.
 
 Events (field `event`): the pytest plugin writes `session`, `collected`, `collect-error`, `collect-skip`, `start`,
-`phase`, `worker-crash`, `session-end`; the harness writes `process-start` and `process-end` around each test process.
+`phase`, `worker-crash`, `session-end`; the harness writes `process-start` and `process-end` around each test process,
+and `canary` after one that may have hung the GPU.
 Under pytest-xdist only the controller writes; what a worker saw arrives there as reports.
 
 A test that starts again (a retried suite, a rerun plugin) begins a new attempt: `TestRecord` describes the last one and
@@ -191,6 +192,10 @@ class ProcessRecord:
     signal: str | None = None
     killed_by: str | None = None
     seconds: float = 0.0
+    oom: str | None = None
+    """Meanwhile the kernel killed for memory: at the run's own `limit`, or on the `host`."""
+    canary: str | None = None
+    """After a suspected GPU fault: empty when a known-good kernel ran, what went wrong when it did not."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,7 @@ class CrashRecord:
     signal: str | None
     message: str
     suite: str
+    attempt: int = 1
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,7 @@ class CollectRecord:
     path: str
     message: str
     detail: str = ""
+    attempt: int = 1
 
 
 @dataclass(frozen=True)
@@ -265,6 +272,10 @@ class Journal:
         except (KeyError, TypeError, ValueError) as error:
             self.damage.append(f"event {event.get('event')!r} is malformed ({type(error).__name__}: {error})")
 
+    def attempt(self, suite: str) -> int:
+        """Which attempt of a suite is the last: 1 where it ran once, and where no process of it is known."""
+        return max(1, sum(process.suite == suite for process in self.processes))
+
     def record(self, test_id: str) -> TestRecord:
         """The record of a test, made when there is none yet. TypeError when the id is no text."""
         if not isinstance(test_id, str):
@@ -288,10 +299,10 @@ class Journal:
         self.deselected[event["suite"]] = int(event.get("deselected", 0))
 
     def _collect_error(self, event: Mapping[str, Any]) -> None:
-        self.collect_errors.append(_collect_record(event))
+        self.collect_errors.append(_collect_record(event, self.attempt(event["suite"])))
 
     def _collect_skip(self, event: Mapping[str, Any]) -> None:
-        self.collect_skips.append(_collect_record(event))
+        self.collect_skips.append(_collect_record(event, self.attempt(event["suite"])))
 
     def _start(self, event: Mapping[str, Any]) -> None:
         record = self.record(event["id"])
@@ -325,13 +336,16 @@ class Journal:
         record.ended = record.ended or ended.phase == "teardown"
 
     def _worker_crash(self, event: Mapping[str, Any]) -> None:
+        test_id = str(event.get("id") or "")
+        suite = str(event.get("suite") or test_id.partition("/")[0])
         self.crashes.append(
             CrashRecord(
-                str(event.get("id") or ""),
+                test_id,
                 str(event.get("worker", "")),
                 _text_or_none(event.get("signal")),
                 str(event.get("message", "")),
-                str(event.get("suite", "")),
+                suite,
+                self.attempt(suite),
             )
         )
 
@@ -359,18 +373,26 @@ class Journal:
                 process.seconds = float(event["seconds"])
                 process.rc, process.signal = code, _text_or_none(event["signal"])
                 process.killed_by = _text_or_none(event["killed_by"])
+                process.oom = _text_or_none(event.get("oom"))
                 process.ended = True
                 return
         self.damage.append(f"a process of {event['suite']} ended without having begun")
+
+    def _canary(self, event: Mapping[str, Any]) -> None:
+        for process in reversed(self.processes):
+            if (process.suite, process.attempt) == (event["suite"], event["attempt"]):
+                process.canary = str(event["message"])
+                return
+        self.damage.append(f"a canary of {event['suite']} without a process")
 
 
 def _text_or_none(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _collect_record(event: Mapping[str, Any]) -> CollectRecord:
+def _collect_record(event: Mapping[str, Any], attempt: int) -> CollectRecord:
     return CollectRecord(
-        str(event["suite"]), str(event["path"]), str(event.get("message", "")), str(event.get("detail", ""))
+        str(event["suite"]), str(event["path"]), str(event.get("message", "")), str(event.get("detail", "")), attempt
     )
 
 
@@ -385,6 +407,7 @@ _HANDLERS = {
     "session-end": Journal._session_end,
     "process-start": Journal._process_start,
     "process-end": Journal._process_end,
+    "canary": Journal._canary,
 }
 
 

@@ -107,15 +107,15 @@ def _suite(suite: str, platform: str, judgement: Judgement, run: Mapping[str, An
         element.add_property(name, value)
     used: set[str] = set()
     mine = [result for result in judgement.results if result.suite == suite]
-    names = [_unique(case_name(result.id), used) for result in mine]
+    names = [unique(case_name(result.id), used) for result in mine]
     # All at once: junitparser's add_testcase counts the whole suite again for each case, which is quadratic.
     element.add_testcases(
-        [_case(result, name, class_name(suite, platform)) for result, name in zip(mine, names, strict=True)]
+        [case(result, name, class_name(suite, platform)) for result, name in zip(mine, names, strict=True)]
     )
     return element
 
 
-def _unique(name: str, used: set[str]) -> str:
+def unique(name: str, used: set[str]) -> str:
     """Two ids that became one name (both cut, or both made visible) are told apart; nothing is dropped."""
     candidate, number = name, 1
     while candidate in used:
@@ -125,26 +125,30 @@ def _unique(name: str, used: set[str]) -> str:
     return candidate
 
 
-def _case(result: Result, name: str, classname: str) -> Any:
+def case(result: Result, name: str, classname: str) -> Any:
+    """One testcase by the contract, as junitparser's xunit2 has it."""
     from junitparser import Error, Failure, Skipped, xunit2
 
-    case = xunit2.TestCase(name, classname, round(result.seconds, 6))
+    made = xunit2.TestCase(name, classname, round(result.seconds, 6))
     elements = {"skipped": Skipped, "failure": Failure, "error": Error}
     if result.junit in elements:
         outcome = elements[result.junit](clean_line(f"{result.verdict}: {result.message}"), str(result.verdict))
         text = clean(result.detail)
         if text:
             outcome.text = text if len(text) <= TEXT_LIMIT else text[:TEXT_LIMIT] + "\n[cut; the journal has all of it]"
-        case.result = [outcome]
-    case.add_property("verdict", str(result.verdict))
+        made.result = [outcome]
+    if result.attempts:  # as text: readers disagree on rerunFailure and flakyFailure
+        told = "\n".join(f"attempt {number}: {ended}" for number, ended in enumerate(result.attempts, start=1))
+        made.system_out = clean(told)
+    made.add_property("verdict", str(result.verdict))
     for key, value in sorted(result.properties.items()):
         if key != "verdict":
-            case.add_property(clean_line(key, NAME_LIMIT), clean_line(str(value)))
-    return case
+            made.add_property(clean_line(key, NAME_LIMIT), clean_line(str(value)))
+    return made
 
 
 def _suite_properties(run: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    for key in ("platform", "arch", "run_id", "commit", "dirty", "policy", "image_digest"):
+    for key in ("platform", "arch", "run_id", "commit", "dirty", "policy", "case", "image_digest"):
         if run.get(key) is not None:
             yield key, clean_line(str(run[key]))
     versions = run.get("versions")

@@ -159,6 +159,9 @@ class _JobMaker:
         argv = [sys.executable, "-m", "pytest", f"suites/{suite}", "--rootdir", str(self.root)]
         # Hypothesis's plugin costs a second a process, and no suite that is gated draws its inputs from it.
         argv += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-q", "--tb=short", "-rfE"]
+        if self.platform.vendor != "cpu":
+            # What a GPU's driver writes on its way down must reach the log: pytest's own capture dies with the process.
+            argv += ["--capture=sys"]
         # One broken file must not take the results of the others along: it is red by itself, and its ids are missing.
         argv += ["--continue-on-collection-errors", *_plugin(), "--fp8-suite", suite, *self.options]
         if self.collect_only:

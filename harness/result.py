@@ -36,6 +36,8 @@ class Result:
     properties: Mapping[str, str | int | float] = field(default_factory=dict)
     baseline: Mapping[str, Any] | None = None
     """What it was compared with: `kind` is "loss" (bands.as_dict) or "codegen" (facts beside the baseline's)."""
+    attempts: tuple[str, ...] = ()
+    """How each attempt ended, the last one included; empty where there was one."""
     strict: bool = False
     """The stricter form of the verdict applies (IMPROVED on main)."""
 
@@ -78,3 +80,12 @@ class Judgement:
     @property
     def red(self) -> tuple[Result, ...]:
         return tuple(result for result in self.worst_first if result.red)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a machine to read: what was said of each test, in order, and what follows."""
+        results = [
+            {"id": r.id, "suite": r.suite, "verdict": str(r.verdict), "message": r.message, "red": r.red}
+            for r in self.results
+        ]
+        whole = {"exit_code": self.exit_code, "policy": self.policy, "counts": dict(self.counts)}
+        return {**whole, "notes": list(self.notes), "results": results}

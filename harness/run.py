@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -33,9 +33,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness import capabilities, journal, plan, platforms, progress
+from harness import canary, capabilities, journal, plan, platforms, progress
 from harness.errors import DiskError, HarnessError, InterruptedRun, UsageError
-from harness.executor import Command, Executor
+from harness.executor import Command, Ended, Executor
 from harness.local import LocalExecutor
 from harness.plan import Job, Lanes
 from harness.platforms import Platform
@@ -57,6 +57,8 @@ class RunRequest:
     evidence/<platform>-<UTC time>-<run id> in the checkout), `pytest_args` go to every suite's pytest, `env_overrides`
     win over everything the platform sets.
     `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
+    `machine_failed` says of an evidence folder and a suite whether the machine ended its last attempt: then, and only
+    then, the suite runs again, up to `retries` times; every attempt stays in the journal.
     """
 
     root: Path
@@ -71,6 +73,8 @@ class RunRequest:
     progress: bool = True
     deadline: float | None = None
     cores: int | None = None
+    retries: int = 0
+    machine_failed: Callable[[Path, str], bool] = lambda evidence, suite: False
 
 
 def execute(request: RunRequest, executor: Executor | None = None) -> Path:
@@ -347,32 +351,15 @@ def _run_lane(
     stopped: threading.Event,
     errors: list[HarnessError],
 ) -> None:
-    """One job after the other, each between its two events in the journal."""
+    """One job after the other. One that the machine failed is tried again, `request.retries` times at most."""
     for job in lane:
         if stopped.is_set():
             return
-        name = {"suite": job.suite, "attempt": 1}
-        command = Command(
-            argv=job.argv,
-            environment=job.environment,
-            folder=request.root,
-            deadline=request.deadline or job.deadline,
-            log=out / "logs" / f"{job.suite}.log",
-        )
         try:
-            with journal.JournalWriter(out / journal.FILE_NAME) as writer:
-                writer.write("process-start", **name, argv=list(job.argv), workers=job.workers, time=time.time())
-            ended = executor.run(command, cancelled=stopped)
-            with journal.JournalWriter(out / journal.FILE_NAME) as writer:
-                writer.write(
-                    "process-end",
-                    **name,
-                    rc=ended.rc,
-                    signal=ended.signal,
-                    killed_by=ended.killed_by,
-                    seconds=round(ended.seconds, 3),
-                    pid=ended.pid,
-                )
+            for attempt in range(1, request.retries + 2):
+                _attempt(request, executor, job, attempt, out, stopped)
+                if stopped.is_set() or not request.machine_failed(out, job.suite):
+                    break
         except HarnessError as error:
             errors.append(error)
             return
@@ -380,6 +367,52 @@ def _run_lane(
             what = f"{job.suite} cannot be run ({error})"
             errors.append(DiskError(what, "a writable evidence folder", "free space, or name another with --out"))
             return
+
+
+def _attempt(
+    request: RunRequest, executor: Executor, job: Job, attempt: int, out: Path, stopped: threading.Event
+) -> None:
+    """One test process between its two events in the journal, and the canary where the GPU is suspect.
+
+    The log of an earlier attempt is kept under its number: what it says must not be taken for this one's.
+    """
+    log = out / "logs" / f"{job.suite}.log"
+    if attempt > 1:
+        log.replace(log.with_name(f"{job.suite}.{attempt - 1}.log"))
+    name = {"suite": job.suite, "attempt": attempt}
+    command = Command(
+        argv=job.argv,
+        environment=job.environment,
+        folder=request.root,
+        deadline=request.deadline or job.deadline,
+        log=log,
+    )
+    with journal.JournalWriter(out / journal.FILE_NAME) as writer:
+        writer.write("process-start", **name, argv=list(job.argv), workers=job.workers, time=time.time())
+    ended = executor.run(command, cancelled=stopped)
+    with journal.JournalWriter(out / journal.FILE_NAME) as writer:
+        writer.write(
+            "process-end",
+            **name,
+            rc=ended.rc,
+            signal=ended.signal,
+            killed_by=ended.killed_by,
+            seconds=round(ended.seconds, 3),
+            pid=ended.pid,
+            oom=ended.oom,
+        )
+    if request.platform.vendor != "cpu" and _suspect(ended, log):
+        own = log.with_name(f"{job.suite}.canary.{attempt}.log")
+        answer = executor.run(canary.command(job.environment, request.root, own), cancelled=stopped)
+        with journal.JournalWriter(out / journal.FILE_NAME) as writer:
+            writer.write("canary", **name, message=canary.told(answer, own.read_text("utf-8", "replace")))
+
+
+def _suspect(ended: Ended, log: Path) -> bool:
+    """Whether the GPU may be at fault: a deadline of ours, or a log that says so of a process that did not end well."""
+    if ended.killed_by is not None:
+        return ended.killed_by == "deadline"
+    return ended.rc != 0 and canary.suspected(log.read_text("utf-8", "replace")) is not None
 
 
 def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Journal) -> None:

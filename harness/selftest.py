@@ -200,6 +200,18 @@ class SelfTest:
         verdicts = [outcome.verdict for outcome in self.outcomes if outcome.verdict is not Verdict.SKIP]
         return worst_exit(VERDICTS[verdict].exit_code for verdict in verdicts)
 
+    def as_dict(self) -> dict[str, object]:
+        """Plain data."""
+        counts = {"detected": self.detected, "tried": self.tried, "seconds": round(self.seconds, 3)}
+        return {**counts, "faults": [_row(outcome) for outcome in self.outcomes]}
+
+
+def _row(outcome: Outcome) -> dict[str, object]:
+    tests = [{"id": seen.id, "verdict": seen.verdict, "message": seen.message} for seen in outcome.seen]
+    fault = {"name": outcome.fault.name, "claim": outcome.fault.claim, "archs": outcome.fault.archs}
+    said = {"verdict": outcome.verdict, "message": outcome.message, "seconds": round(outcome.seconds, 3)}
+    return {**fault, **said, "tests": tests}
+
 
 def execute(
     root: Path,

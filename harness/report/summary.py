@@ -105,6 +105,27 @@ def render(judgement: Judgement, run: Mapping[str, Any]) -> str:
     return cut(text + "\n")
 
 
+def render_several(judgement: Judgement, pieces: Sequence[tuple[str, str, Judgement]]) -> str:
+    """The summary of several pieces of evidence: the worst of all first, then a line a piece, then all findings.
+
+    Args:
+        pieces: (path, label, its own judgement) of each.
+    """
+    rows = [
+        (clean_line(label, 60), f"exit {one.exit_code}", count_line(one), clean_line(path, 200))
+        for path, label, one in pieces
+    ]
+    blocks = [
+        [headline(judgement), EXIT_MEANINGS[judgement.exit_code]],
+        ["## Evidence", "", *table(("of", "exit", "checks", "where"), rows)] if rows else [],
+        _findings(judgement),
+        _suites(judgement),
+        _not_judged(judgement),
+        _notes(judgement),
+    ]
+    return cut("\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n")
+
+
 def cut(text: str, limit: int = BYTE_LIMIT) -> str:
     """`text` in at most `limit` bytes of UTF-8, cut at the end of a line, saying so."""
     raw = text.encode("utf-8", "backslashreplace")

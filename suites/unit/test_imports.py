@@ -26,10 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HARNESS: dict[str, int] = {
     "errors": 0,
     "isa": 0,  # machine code -> facts: text in, plain data out
+    "memory": 0,  # the kernel's own counters
     "platforms": 1,
     "result": 1,  # what the gate says of a test: plain data for junit and report
     "executor": 1,  # the protocol of running a command
     "capabilities": 2,
+    "canary": 2,  # what to run after a suspected GPU fault: a command and words, no policy
     "local": 2,
     "forked": 2,
     "nursery": 0,  # a process of its own, which imports nothing of ours
@@ -39,9 +41,11 @@ HARNESS: dict[str, int] = {
     "manifest": 3,
     "baselines": 3,
     "bands": 4,
+    "fingerprint": 4,  # what a measurement was made with
     "speed": 4,
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
+    "junit_reader": 5,  # other people's JUnit
     "journal": 4,
     "deaths": 5,  # how a process ended, from the journal
     "hooks": 5,  # inside the test process: journal, capabilities, manifest
@@ -51,13 +55,22 @@ HARNESS: dict[str, int] = {
     "run": 7,  # executes and writes the journal
     "doctor": 7,
     "gate": 7,
+    "combine": 8,  # several folders and files, one verdict
+    "junit_merge": 9,
+    "differences": 8,  # two runs, side by side
+    "judged_with": 8,  # another checkout's judgement, in a process of its own
     "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,
     "history": 8,
-    "selftest": 8,
+    "power": 8,  # how small a drift the bands see
+    "rebuilt": 8,  # evidence made from baselines
+    "perturb": 8,  # evidence made wrong, for the self-test
+    "selftest": 9,
     "record": 9,  # runs judged once more, into baselines
-    "cli": 10,
-    "__main__": 11,
+    "proposal": 10,  # what a recording would change
+    "across": 8,  # baselines of several platforms, side by side
+    "cli": 11,
+    "__main__": 12,
 }
 
 # Executing and judging share data, never code: a folder of evidence is judged where nothing could run.
@@ -76,7 +89,7 @@ EXECUTES = {
     "listings",
     "doctor",
 }
-JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report"}
+JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report", "combine"}
 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {
@@ -277,7 +290,7 @@ def test_import_initialises_no_gpu() -> None:
 
 
 def test_harness_without_torch() -> None:
-    """Every module of harness imports where torch, triton, numpy, fp8stack, suites and docker cannot be imported."""
+    """Every module of harness imports where torch, triton, numpy, fp8stack, suites, docker and junitparser cannot."""
     done = python(
         f"import importlib\nfor name in {_listed('harness')}: importlib.import_module(name)\n",
         "torch",
@@ -286,6 +299,7 @@ def test_harness_without_torch() -> None:
         "fp8stack",
         "suites",
         "docker",
+        "junitparser",
     )
     assert done.returncode == 0, done.stderr
 

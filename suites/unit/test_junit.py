@@ -156,7 +156,7 @@ def test_read_back_finds_a_lie(tmp_path: Path) -> None:
 
 def test_write_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that went wrong (here: names no longer unique) is an error at once, not an unreadable report."""
-    monkeypatch.setattr(junit, "_unique", lambda name, used: "the same")
+    monkeypatch.setattr(junit, "unique", lambda name, used: "the same")
     results = (Result(f"numerics/test_a::test_b[{i}]", "numerics", Verdict.PASS) for i in range(2))
     with pytest.raises(UnreadableError, match="repeats a name"):
         write(judged(*results), tmp_path)
@@ -185,3 +185,12 @@ def test_many_cases(tmp_path: Path) -> None:
     started = time.monotonic()
     write(judged(*results), tmp_path)
     assert time.monotonic() - started < 10
+
+
+def test_earlier_attempts_are_text(tmp_path: Path) -> None:
+    """The final verdict is the only result element; how earlier attempts ended stands in system-out."""
+    failed = Result("numerics/test_a::test_b[c]", "numerics", Verdict.FLAKY, "m", attempts=("failed", "passed"))
+    once = Result("numerics/test_a::test_b[d]", "numerics", Verdict.PASS)
+    root = write(judged(failed, once), tmp_path)
+    assert [element.text for element in root.iter("system-out")] == ["attempt 1: failed\nattempt 2: passed"]
+    assert len(list(root.iter("failure"))) == 1

@@ -292,6 +292,12 @@ def test_expected_platforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "there is no platform 'mi300'" in capsys.readouterr().err
 
 
+def test_a_platform_that_is_expected_twice(tmp_path: Path) -> None:
+    """It is one platform, and one check."""
+    judgement, _ = combine.judge([good(tmp_path).write()], ["cpu", "cpu"])
+    assert [result.id for result in judgement.results if result.suite == "gate"] == ["gate/expected::cpu"]
+
+
 def test_an_expected_platform_that_only_skipped(tmp_path: Path) -> None:
     """Evidence is there, and nothing in it ran."""
     built = Built(tmp_path, ("numerics",)).test(NUMERICS_TEST, "skipped", "requires 4 gpus; this is mi300x with 1")

@@ -562,12 +562,16 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
 
 
 def _idle(found: _Evidence, results: list[Result]) -> Iterator[Result]:
-    """MISSING for a suite of which every test was skipped: it judged nothing. Under --case, for the run as a whole."""
+    """MISSING for a suite that judged nothing: every test skipped, or too short to time. Under --case, for the run."""
     parts = [found.suites] if found.case is not None else [(suite,) for suite in found.suites]
     for suites in parts:
         mine = [result for result in results if result.suite in suites]
-        if mine and all(result.verdict is Verdict.SKIP for result in mine):
-            what = f"nothing ran: all {len(mine)} were skipped, the first because: {mine[0].message}"
+        if mine and all(result.verdict in (Verdict.SKIP, Verdict.UNMEASURABLE) for result in mine):
+            ran = any(result.verdict is Verdict.UNMEASURABLE for result in mine)
+            how = (
+                f"nothing counts: all {len(mine)} were unmeasurable or" if ran else f"nothing ran: all {len(mine)} were"
+            )
+            what = f"{how} skipped, the first because: {mine[0].message}"
             yield deaths.suite_result(mine[0].suite, "skipped", Verdict.MISSING, what)
 
 

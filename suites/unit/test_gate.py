@@ -792,6 +792,13 @@ def test_a_verdict_that_a_test_gives_itself(said: str, exit_code: int, element: 
     assert said == "PASS" or result.message == "0.4 us at a timer of 1 us"
 
 
+def test_a_suite_of_which_nothing_counts(tmp_path: Path) -> None:
+    """Every test says that it was too short to time, or was skipped: nothing was judged, which is no success."""
+    built = good(tmp_path).test(NUMERICS_TEST, verdict="UNMEASURABLE", reason="0.4 us").test(OTHER_TEST, "skipped")
+    judgement = gate.judge(built.baseline(ids=[NUMERICS_TEST, CODEGEN_TEST, LOSS_TEST]).write())
+    assert (verdict(judgement, "numerics/suite::skipped"), judgement.exit_code) == (Verdict.MISSING, 3)
+
+
 @pytest.mark.parametrize(("noisy", "exit_code"), [(1, 0), (2, 3)], ids=["gate-within-budget", "gate-beyond-budget"])
 @pytest.mark.parametrize("policy", ["pull-request", "main"])
 def test_the_budget_of_noise(noisy: int, exit_code: int, policy: str, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def judge(
 
     With `whole`, and wherever something is expected, a selection of what must run is MISSING.
     """
+    expect = tuple(dict.fromkeys(expect))
     for name in expect:
         platforms.get(name)
     pieces = tuple(_piece(path, whole or bool(expect)) for path in paths)

@@ -183,6 +183,34 @@ def run_ids(path: Path) -> set[str]:
     }
 
 
+def verdicts(path: Path) -> dict[tuple[str, str], str]:
+    """(suite, name) -> the verdict that a report of ours says of each of its cases.
+
+    Raises:
+        UnreadableError: it is no XML.
+    """
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError, ValueError) as error:
+        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+    found: dict[tuple[str, str], str] = {}
+    for case in root.iterfind("testsuite/testcase"):
+        suite = str(case.get("classname")).split(".")[1:2]
+        told = [item.get("value") for item in case.iterfind("properties/property") if item.get("name") == "verdict"]
+        element = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), None)
+        said = str(told[0]) if told else ""
+        # A verdict that its element does not bear out counts as what the element says: that is what tools look at.
+        if (said == "PASS") != (element is None) and said != "IMPROVED":
+            said = {None: "PASS", "failure": "FAIL"}.get(element, str(element))
+        found["".join(suite), str(case.get("name"))] = said
+    return found
+
+
+def numbered(name: str) -> bool:
+    """Whether a name may be one that `unique` has given."""
+    return re.search(r"~\d+$", name) is not None
+
+
 def check(path: Path, judgement: Judgement, platform: str) -> None:
     """Read the file back as any consumer would: names unique, one result element each, counts equal elements."""
     try:

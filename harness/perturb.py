@@ -40,13 +40,17 @@ class Copy:
         (self.folder / gate.RUN_FILE).write_text(json.dumps({**run, **changed}), encoding="utf-8")
 
     def events(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-        """Change every event of the journal; None drops it. Nothing where no event was changed."""
+        """Change every event of the journal; None drops it. Nothing where no event was changed.
+
+        junit.xml goes: one that says what the journal said before would be the first thing that the gate sees.
+        """
         path = self.folder / JOURNAL_FILE
         before = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
         after = [changed for event in before if (changed := change(dict(event))) is not None]
         if after == before:
             raise Nothing
         path.write_text("".join(json.dumps(event) + "\n" for event in after), encoding="ascii")
+        (self.folder / "junit.xml").unlink(missing_ok=True)
 
     def measured(self, key: str) -> list[str]:
         """The ids of the tests that name a file under `key`, a curve in bf16 last: FP8 is what can go wrong."""

@@ -107,7 +107,7 @@ def _nan(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _digest(content: dict[str, Any]) -> None:
-    """The first weight. In every curve, since one with experts has noise of its own beyond 2 %: tokens change experts."""
+    """The first weight, in every curve: one with experts has noise beyond 2 %, as tokens change experts."""
     if "1" not in content.get("digests", {}):
         raise Nothing
     digest = next(iter(content["digests"]["1"].values()))

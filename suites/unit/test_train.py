@@ -222,10 +222,23 @@ def _plant_huge(trainer: Trainer) -> None:
         pytest.param(_plant_huge, "layers.2.attention_norm", id="train-overflow"),
     ],
 )
-@pytest.mark.parametrize("recipe", [pytest.param(r, id=r) for r in ("bf16", "rowwise")])
-def test_non_finite_names_the_module(recipe: str, plant: Callable[[Trainer], None], module: str) -> None:
-    """A run with a poisoned layer stops before the update and names the first module that produced it."""
-    trainer = Trainer(short(recipe=recipe))
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [
+        pytest.param("bf16", "none", id="bf16"),
+        pytest.param("rowwise", "none", id="rowwise"),
+        pytest.param("bf16", "full", id="bf16-full"),
+        pytest.param("rowwise", "selective", id="rowwise-selective"),
+    ],
+)
+def test_non_finite_names_the_module(
+    recipe: str, recompute: str, plant: Callable[[Trainer], None], module: str
+) -> None:
+    """A run with a poisoned layer stops before the update and names the first module that produced it.
+
+    With recomputed blocks too, of which torch insists that both times save the same tensors.
+    """
+    trainer = Trainer(short(recipe=recipe, recompute=recompute))
     plant(trainer)
     before = held(trainer.model.output.weight).clone()
     with pytest.raises(NonFiniteError, match=rf"step 1: the loss is not finite.*'{module}'") as caught:

@@ -394,6 +394,21 @@ def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert file.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
+@pytest.mark.parametrize("told", ["No space left on device", "Broken pipe"])
+def test_a_step_that_cannot_be_written(told: str) -> None:
+    """A full disk, or a reader of stdout that left: exit 1, and nothing but one line after the last step's."""
+    command = [sys.executable, "-m", "fp8stack.train", "--steps", "2", "--layers", "1", "--batch", "1", "--seq", "8"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") if told.startswith("No") else os.fdopen(writer, "w") as out:
+        done = subprocess.run([*command, "--device", "cpu"], stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("train: ")]
+    assert errors == [done.stderr.splitlines()[-1]]
+    assert f"step 1 could not be written to stdout ({told})" in errors[0]
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("size", [pytest.param(None, id="missing"), pytest.param(20, id="short")])
 def test_tokens_are_looked_at_first(size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of tokens that is not there or too short is refused before any weight is made."""

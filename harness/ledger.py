@@ -11,8 +11,9 @@
     expires = 2026-03-01                     # at most 90 days ahead
 
 A skip that never expires reads as a pass for ever, so every field is required, an id is exact (no wildcard), and an
-entry past its date or without effect turns the gate red. A predicate that only names a vendor is refused: `rocm` for a
-test that needs two GPUs hides it on ROCm machines that have two; name what is missing instead.
+entry past its date or without effect turns the gate red. A predicate that names a vendor is refused in every spelling,
+its backend's, an arch's or a version's too: `rocm` (`hip>=1`, `arch:gfx942`) for a test that needs two GPUs hides it on
+ROCm machines that have two; name what is missing instead.
 
 Decoding is strict: an unknown field is an error. Not here: applying waivers to results (gate.py).
 """
@@ -20,6 +21,7 @@ Decoding is strict: an unknown field is an error. Not here: applying waivers to 
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 from pathlib import Path
 
@@ -29,7 +31,17 @@ from harness import capabilities, manifest, platforms
 from harness.errors import ConfigError
 
 LONGEST = datetime.timedelta(days=90)
-_VENDORS = frozenset({"amd", "rocm", "hip", "nvidia", "cuda", "cpu"})
+
+#: Words that say who made the machine, wherever they stand in a predicate: vendors, backends, kinds, families of arch.
+_VENDORS = frozenset({"amd", "rocm", "hip", "nvidia", "cuda", "cpu", "vendor", "backend", "arch", "sm", "gfx"})
+
+
+def _names_vendor(predicate: str) -> bool:
+    """Whether any word of a predicate is a vendor, its backend, an arch or a platform, in any case and with a number."""
+    words = re.findall(r"[a-z]+[a-z0-9]*", predicate.lower())
+    known = _VENDORS | platforms.PLATFORMS.keys()
+    return any(word in known or re.sub(r"[0-9].*", "", word) in ("sm", "gfx") for word in words)
+
 
 
 class Waiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,20 +122,19 @@ def _check(path: Path, waiver: Waiver, today: datetime.date) -> None:
     if (waiver.platform is None) == (waiver.where is None):
         raise ConfigError(f"{where} names {'no place' if waiver.where is None else 'two places'}", _PLACE, "correct it")
     if waiver.platform is not None:
-        if waiver.platform.removeprefix("not ").strip() in _VENDORS - {"cpu"}:
+        if waiver.platform in platforms.PLATFORMS:
+            return
+        if _names_vendor(waiver.platform):
             raise ConfigError(f"{where} is waived for {waiver.platform!r}, a vendor", _PLACE, _SAY_WHAT)
-        if waiver.platform not in platforms.PLATFORMS:
-            raise ConfigError(
-                f"{where} names platform {waiver.platform!r}", f"one of {', '.join(platforms.PLATFORMS)}", "correct it"
-            )
-        return
+        raise ConfigError(
+            f"{where} names platform {waiver.platform!r}", f"one of {', '.join(platforms.PLATFORMS)}", "correct it"
+        )
     assert waiver.where is not None
-    predicate = waiver.where.removeprefix("not ").strip()
-    if predicate in _VENDORS or predicate.startswith("vendor"):
+    if _names_vendor(waiver.where):
         raise ConfigError(f"{where} is waived where {waiver.where!r}, a vendor", _PLACE, _SAY_WHAT)
     for requirement in capabilities.parse(waiver.where):
         if requirement.operator == ">=" and not requirement.value.strip("0."):
-            what = f"{where} is waived where {waiver.where!r}, which says no more than which vendor, or nothing"
+            what = f"{where} is waived where {waiver.where!r}, which is true everywhere"
             raise ConfigError(what, _PLACE, _SAY_WHAT)
 
 

@@ -37,11 +37,10 @@ _VENDORS = frozenset({"amd", "rocm", "hip", "nvidia", "cuda", "cpu", "vendor", "
 
 
 def _names_vendor(predicate: str) -> bool:
-    """Whether any word of a predicate is a vendor, its backend, an arch or a platform, in any case and with a number."""
+    """Whether any word of a predicate is a vendor, its backend, an arch or a platform, in any case."""
     words = re.findall(r"[a-z]+[a-z0-9]*", predicate.lower())
     known = _VENDORS | platforms.PLATFORMS.keys()
     return any(word in known or re.sub(r"[0-9].*", "", word) in ("sm", "gfx") for word in words)
-
 
 
 class Waiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -98,12 +98,12 @@ def test_a_bad_entry_is_refused(entry: dict[str, str | None], message: str, tmp_
 
 
 VENDORS = (
-    *("rocm", "ROCm", "not rocm", "AMD", "hip", "cuda", "CUDA", "nvidia", "vendor:amd", "vendor == nvidia", "vendor:cpu"),
-    *("not vendor:amd", "Vendor:AMD", "hip>=0", "hip>=1", "hip >= 7.2", "cuda>=1", "cuda>=12.8", "HIP>=1", "hip:7.2"),
-    *("arch:gfx942", "arch == sm_90", "arch:cpu", "not arch:gfx942", "gfx942", "sm_100", "SM90", "cpu", "mi300x", "h200"),
+    *("rocm", "ROCm", "not rocm", "AMD", "hip", "cuda", "CUDA", "nvidia", "vendor:amd", "vendor:cpu"),
+    *("vendor == nvidia", "Vendor:AMD", "hip>=0", "hip>=1", "hip >= 7.2", "cuda>=1", "cuda>=12.8", "HIP>=1", "hip:7.2"),
+    *("arch:gfx942", "arch == sm_90", "arch:cpu", "not arch:gfx942", "gfx942", "sm_100", "SM90", "cpu", "mi300x"),
     *("not  rocm", "!rocm", "no cuda", "torch.version.hip", "platform:mi300x", "backend:hip", "device==cuda", "is_hip"),
 )
-PLATFORMS = {("platform", name) for name in ("cpu", "mi300x", "h200")}
+PLATFORMS = {("platform", name) for name in ("cpu", "mi300x")}
 
 
 @pytest.mark.parametrize(

@@ -65,20 +65,25 @@ class Waiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         assert self.where is not None
         return isinstance(capabilities.decide(capabilities.parse(self.where), here), capabilities.Run)
 
-    def expired(self, today: datetime.date) -> bool:
+    def expired(self, day: datetime.date) -> bool:
         """In force up to and including its date."""
-        return today > self.expires
+        return day > self.expires
 
 
 class _Ledger(msgspec.Struct, forbid_unknown_fields=True):
     waiver: list[Waiver] = []
 
 
-def load(path: Path, today: datetime.date | None = None) -> tuple[Waiver, ...]:
+def today() -> datetime.date:
+    """The present day, the same for every machine that judges."""
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def load(path: Path, day: datetime.date | None = None) -> tuple[Waiver, ...]:
     """The waivers of a ledger; none when the file does not exist.
 
     ConfigError for anything that the file may not hold: an unknown field, a wildcard, a vendor as predicate, a date
-    more than 90 days after `today`, two entries for one test and place.
+    more than 90 days after `day` (default: today), two entries for one test and place.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -95,7 +100,7 @@ def load(path: Path, today: datetime.date | None = None) -> tuple[Waiver, ...]:
         raise ConfigError(f"{path}: {error}", wanted, "correct the entry") from error
     seen: set[tuple[str, str | None, str | None]] = set()
     for waiver in waivers:
-        _check(path, waiver, today or datetime.date.today())
+        _check(path, waiver, day or today())
         place = (waiver.id, waiver.platform, waiver.where)
         if place in seen:
             raise ConfigError(f"{path}: {waiver.id} is waived twice", "one entry a test and place", "delete one")
@@ -103,7 +108,7 @@ def load(path: Path, today: datetime.date | None = None) -> tuple[Waiver, ...]:
     return waivers
 
 
-def _check(path: Path, waiver: Waiver, today: datetime.date) -> None:
+def _check(path: Path, waiver: Waiver, day: datetime.date) -> None:
     """ConfigError when an entry that has the right fields has wrong values."""
     where = f"{path}: {waiver.id}"
     manifest.parse(waiver.id)
@@ -114,9 +119,9 @@ def _check(path: Path, waiver: Waiver, today: datetime.date) -> None:
             raise ConfigError(f"{where} has an empty {name}", f"a {name}", "fill it in")
     if not waiver.issue.startswith("https://"):
         raise ConfigError(f"{where} has issue {waiver.issue!r}", "the URL of an issue", "open one and name it")
-    if waiver.expires - today > LONGEST:
+    if waiver.expires - day > LONGEST:
         raise ConfigError(
-            f"{where} expires on {waiver.expires}", f"a date up to {today + LONGEST}", "choose an earlier date"
+            f"{where} expires on {waiver.expires}", f"a date up to {day + LONGEST}", "choose an earlier date"
         )
     if (waiver.platform is None) == (waiver.where is None):
         raise ConfigError(f"{where} names {'no place' if waiver.where is None else 'two places'}", _PLACE, "correct it")

@@ -12,7 +12,8 @@ Order, each step able only to make a verdict worse, except waivers:
 3. the manifest: an id that must run here, within what the run selected, and did not, is MISSING. So is a baseline row
    whose test ran without measuring it: a test that stops writing its evidence is a gate that went blind;
 4. waivers: a red test covered by one in force is WAIVED, by one past its date WAIVER_EXPIRED; one without effect is
-   WAIVER_UNUSED. The present day is the day of the run, so that a later judgement of the same evidence is the same.
+   WAIVER_UNUSED. Past its date is past it for the run or for this judgement: what run.json says of its time makes no
+   waiver younger. So a later judgement of the same evidence is the same until a waiver in it ends.
 
 A test that is in the evidence and not in the manifest is new: listed, not red.
 """
@@ -140,9 +141,10 @@ class _Evidence:
     def day(self) -> datetime.date:
         started = str(self.run.get("started") or "")
         try:
-            return datetime.datetime.fromisoformat(started).date()
-        except ValueError:
-            return datetime.datetime.now(datetime.UTC).date()
+            moment = datetime.datetime.fromisoformat(started)
+            return (moment if moment.tzinfo is None else moment.astimezone(datetime.UTC)).date()
+        except (ValueError, OverflowError):
+            return ledger.today()
 
 
 def judge(evidence: Path, baselines_root: Path | None = None, whole: bool = False) -> Judgement:
@@ -739,7 +741,10 @@ def _capabilities(found: _Evidence) -> Capabilities:
 
 
 def _waived(found: _Evidence, results: list[Result]) -> list[Result]:
-    waivers = ledger.load(found.baselines / "waivers.toml", today=found.day)
+    today = ledger.today()
+    # The run's own ledger is held to 90 days from the run, a checkout's to 90 days from now.
+    own = found.baselines == found.folder / JUDGED_WITH
+    waivers = ledger.load(found.baselines / "waivers.toml", min(found.day, today) if own else today)
     if not waivers:
         return results
     here = _capabilities(found)
@@ -757,8 +762,9 @@ def _waived(found: _Evidence, results: list[Result]) -> list[Result]:
             result = replace(known, verdict=Verdict.WAIVER_UNUSED, message=unused) if known else result
         elif not _waivable(found, known):
             continue
-        elif waiver.expired(found.day):
-            told = f"the waiver expired on {waiver.expires}: {owner}; {known.verdict}: {known.message}"
+        elif waiver.expired(max(found.day, today)):
+            since = "" if waiver.expired(found.day) else f", after the run of {found.day}"
+            told = f"the waiver expired on {waiver.expires}{since}: {owner}; {known.verdict}: {known.message}"
             result = replace(known, verdict=Verdict.WAIVER_EXPIRED, message=told)
         elif known.red or known.verdict is Verdict.SKIP:
             result = replace(known, verdict=Verdict.WAIVED, message=f"{owner}; {known.verdict}: {known.message}")

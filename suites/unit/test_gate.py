@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness import gate, junit, machinecode
+from harness import gate, junit, ledger, machinecode
 from harness.errors import ConfigError, UnreadableError, UsageError, Verdict
 from harness.result import Judgement, Result
 from suites.unit.built_evidence import (
@@ -32,6 +34,12 @@ from suites.unit.built_evidence import (
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_TEST = "numerics/test_formats::test_golden[formats-e5m2]"
+
+
+@pytest.fixture(autouse=True)
+def _the_day_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evidence made by hand is of 2026-02-03, and is judged on that day where a test says nothing else."""
+    monkeypatch.setattr(ledger, "today", lambda: datetime.date(2026, 2, 3), raising=False)
 
 
 def verdict(judgement: Judgement, test_id: str) -> Verdict:
@@ -476,6 +484,64 @@ def test_a_waiver_for_no_test(tmp_path: Path) -> None:
     """A waiver whose test no longer exists is WAIVER_UNUSED."""
     built = good(tmp_path).waiver(waiver(test_id=OTHER_TEST))
     assert verdict(gate.judge(built.write()), OTHER_TEST) is Verdict.WAIVER_UNUSED
+
+
+@pytest.mark.parametrize(
+    ("started", "today", "expected", "told"),
+    [
+        ("2026-02-03T04:05:06+00:00", "2026-03-01", Verdict.WAIVED, "until 2026-03-01"),
+        (
+            "2026-02-03T04:05:06+00:00",
+            "2026-03-02",
+            Verdict.WAIVER_EXPIRED,
+            "on 2026-03-01, after the run of 2026-02-03",
+        ),
+        ("2026-03-02T00:00:00+00:00", "2026-02-03", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+        ("2036-02-03T04:05:06+00:00", "2026-02-03", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+        ("2026-03-01T23:30:00-05:00", "2026-02-03", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+        ("soon", "2026-03-02", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+    ],
+    ids=["last-day", "day-after", "run-later", "far-future", "time-zone", "no-date"],
+)
+def test_no_clock_revives_a_waiver(
+    started: str, today: str, expected: Verdict, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its date has passed for the run or for the judgement: what run.json says of its time makes it no younger."""
+    monkeypatch.setattr(ledger, "today", lambda: datetime.date.fromisoformat(today))
+    built = good(tmp_path / "evidence").test(NUMERICS_TEST, "failed", "wrong")
+    built.run["started"] = started
+    folder = built.waiver(waiver("2026-03-01")).write()
+    current = shutil.copytree(built.baselines, tmp_path / "baselines")
+    for judgement in (gate.judge(folder), gate.against(folder, current)[0]):
+        result = of(judgement, NUMERICS_TEST)
+        assert (result.verdict, judgement.exit_code) == (expected, 0 if expected is Verdict.WAIVED else 1)
+        assert told in result.message
+
+
+def test_a_run_of_long_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten years before its waiver's end that waiver is too long; by a checkout's ledger it has expired."""
+    monkeypatch.setattr(ledger, "today", lambda: datetime.date(2026, 3, 2))
+    built = good(tmp_path / "evidence").test(NUMERICS_TEST, "failed", "wrong")
+    built.run["started"] = "2016-02-03T04:05:06+00:00"
+    folder = built.waiver(waiver("2026-03-01")).write()
+    with pytest.raises(ConfigError, match="expected a date up to 2016-05-03"):
+        gate.judge(folder)
+    judgement, _ = gate.against(folder, shutil.copytree(built.baselines, tmp_path / "baselines"))
+    assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.WAIVER_EXPIRED, 1)
+
+
+def test_a_waiver_of_today_for_the_run_of_yesterday(tmp_path: Path) -> None:
+    """`--current` judges by the ledger of today: 90 days from now are not too long because the run is a day older."""
+    built = good(tmp_path / "evidence").test(NUMERICS_TEST, "failed", "wrong")
+    built.run["started"] = "2026-02-02T04:05:06+00:00"
+    folder = built.write()
+    other = good(tmp_path / "checkout").waiver(waiver("2026-05-04"))  # 90 days after 2026-02-03
+    judgement, differences = gate.against(folder, other.baselines)
+    assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.WAIVED, 0)
+    assert differences == (f"{NUMERICS_TEST}: FAIL by the run's own files, WAIVED by these",)
+    other.waiver(waiver("2026-05-05"))
+    with pytest.raises(ConfigError, match="expected a date up to 2026-05-04"):
+        gate.against(folder, other.baselines)
 
 
 # The folder itself -------------------------------------------------------------------------------------------------

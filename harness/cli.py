@@ -149,7 +149,10 @@ def _parser() -> argparse.ArgumentParser:
     selftest.set_defaults(call=_selftest)
 
     platforms = commands.add_parser("platforms", help="list the platforms")
-    platforms.add_argument("--json", action="store_true", help="a JSON array, as a CI matrix wants it")
+    platforms.add_argument("--json", action="store_true", help="a JSON array")
+    platforms.add_argument(
+        "--matrix", metavar="ID,...", help="lines for $GITHUB_OUTPUT: a job of a matrix for each of these platforms"
+    )
     platforms.set_defaults(call=_platforms)
 
     _baseline(commands.add_parser("baseline", help="record or check baselines"))
@@ -367,9 +370,9 @@ def _gate(options: argparse.Namespace) -> int:
         raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
     alone = options.paths[0] if len(options.paths) == 1 and not expect else None
     if alone is None or alone.is_file():
-        if options.current or options.judge_with:
+        if options.current or (options.judge_with and not expect):
             raise UsageError("--current and --judge-with take one folder", "one DIR", "judge them one by one")
-        return _gate_several(options.paths, expect, options.json)
+        return _gate_several(options.paths, expect, options.json, options.judge_with)
     run = gate.read_run(alone)
     if options.judge_with is not None:
         from harness import judged_with
@@ -400,14 +403,21 @@ def _gate(options: argparse.Namespace) -> int:
     return judgement.exit_code
 
 
-def _gate_several(paths: Sequence[Path], expect: Sequence[str], as_json: bool) -> int:
-    from harness import combine
+def _gate_several(paths: Sequence[Path], expect: Sequence[str], as_json: bool, judge_with: Path | None) -> int:
+    from harness import combine, judged_with
     from harness.report import summary
 
     judgement, pieces = combine.judge(paths, expect)
     rows = [(str(piece.path), piece.label, piece.judgement) for piece in pieces]
-    _print(json.dumps(judgement.as_dict()) + "\n" if as_json else summary.render_several(judgement, rows))
-    return judgement.exit_code
+    folders = [path for path in paths if judge_with is not None and (path / "run.json").is_file()]
+    both = [judged_with.judge(path, judge_with) for path in folders if judge_with is not None]
+    code = worst_exit([judgement.exit_code, *(each.exit_code for each in both)])
+    if as_json:
+        told = {**judgement.as_dict(), "exit_code": code, "judged_with": [each.as_dict() for each in both]}
+        _print(json.dumps(told if judge_with is not None else judgement.as_dict()) + "\n")
+    else:
+        _print("\n".join([*(each.text for each in both), summary.render_several(judgement, rows)]))
+    return code
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -516,8 +526,11 @@ def _images(options: argparse.Namespace) -> int:
 
 
 def _platforms(options: argparse.Namespace) -> int:
-    from harness.platforms import PLATFORMS
+    from harness.platforms import PLATFORMS, matrix
 
+    if options.matrix is not None:
+        _print("".join(f"{key}={value}\n" for key, value in matrix(options.matrix).items()))
+        return 0
     if options.json:
         rows = [
             {

@@ -122,12 +122,10 @@ def reason(error: BaseException) -> str:
 
 def failure(error: Exception, doing: str) -> HarnessError:
     """An exception of the SDK -> the kind of machine failure that it is. `doing` begins the line."""
-    from docker.errors import ImageNotFound
-
     told = reason(error)
     if any(word in told.lower() for word in NO_SPACE):
         return DiskError(f"{doing}: {told}", "free space where the engine keeps its data", "free some, then run again")
-    if isinstance(error, ImageNotFound):
+    if type(error).__name__ == "ImageNotFound":
         return PullError(f"{doing}: {told}", "the image on this engine", "`fp8ci image build` makes it")
     if "gathering device information" in told:
         return InfraError(f"{doing}: {told}", "the device node on its host", "`fp8ci doctor` names what is missing")

@@ -224,7 +224,6 @@ def test_a_process_that_has_ended_is_dead() -> None:
 )
 def test_what_an_engine_says(told: str, verdict: Verdict) -> None:
     """The words of an engine that does not start a container become the kind of failure, all of them the machine's."""
-    pytest.importorskip("docker.errors", reason="requires the docker SDK")
     failure = engine.failure(RuntimeError(told), "no container can be started")
     assert failure.verdict is verdict
     assert VERDICTS[verdict].exit_code == 4

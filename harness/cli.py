@@ -370,9 +370,9 @@ def _gate(options: argparse.Namespace) -> int:
         raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
     alone = options.paths[0] if len(options.paths) == 1 and not expect else None
     if alone is None or alone.is_file():
-        if options.current or (options.judge_with and not expect):
-            raise UsageError("--current and --judge-with take one folder", "one DIR", "judge them one by one")
-        return _gate_several(options.paths, expect, options.json, options.judge_with)
+        if options.current or options.base or (options.judge_with and not expect):
+            raise UsageError("--current, --judge-with and --base take one folder", "one DIR", "judge them one by one")
+        return _gate_several(options.paths, expect, options.whole, options.json, options.judge_with)
     run = gate.read_run(alone)
     if options.judge_with is not None:
         from harness import judged_with
@@ -403,11 +403,13 @@ def _gate(options: argparse.Namespace) -> int:
     return judgement.exit_code
 
 
-def _gate_several(paths: Sequence[Path], expect: Sequence[str], as_json: bool, judge_with: Path | None) -> int:
+def _gate_several(
+    paths: Sequence[Path], expect: Sequence[str], whole: bool, as_json: bool, judge_with: Path | None
+) -> int:
     from harness import combine, judged_with
     from harness.report import summary
 
-    judgement, pieces = combine.judge(paths, expect)
+    judgement, pieces = combine.judge(paths, expect, whole)
     rows = [(str(piece.path), piece.label, piece.judgement) for piece in pieces]
     folders = [path for path in paths if judge_with is not None and (path / "run.json").is_file()]
     both = [judged_with.judge(path, judge_with) for path in folders if judge_with is not None]

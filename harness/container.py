@@ -320,7 +320,7 @@ def _ended(seen: Seen, limits: Limits, seconds: float, pid: int, fault: Fault | 
         name = "SIGKILL"
     elif 128 < code <= 128 + 64 and signal_name(code - 128).startswith("SIG"):
         name, code = signal_name(code - 128), None
-    return Ended(code, name, seen.killed_by, seconds, pid, fault or fault_of(seen, limits))
+    return Ended(code, name, seen.killed_by, seconds, pid, fault=fault or fault_of(seen, limits))
 
 
 # The log -----------------------------------------------------------------------------------------------------------
@@ -453,7 +453,9 @@ class ContainerExecutor:
                 except Exception as error:
                     failed = engine.failure(error, f"no container of {self.spec.image} can be started")
                     stream.write(f"{failed}\n".encode())
-                    return Ended(125, None, None, time.monotonic() - started, 0, Fault(failed.verdict, str(failed)))
+                    return Ended(
+                        125, None, None, time.monotonic() - started, 0, fault=Fault(failed.verdict, str(failed))
+                    )
                 log = _Log(self._client, container, stream, on_output)
                 log.start()
                 pid = self._pid(container)

@@ -6,6 +6,8 @@ itself"). So the verdict comes from what agrees: our own kill record, the signal
 
     killed by our deadline                                  TIMEOUT      the running test
     stopped by Ctrl-C or the CI                             INTERRUPTED  the running test
+    SIGKILL while the kernel's OOM killer struck            OOM          the running test, at the run's own limit
+                                                            HOST_OOM     the running test, elsewhere on the host
     a signal that only somebody else sends (KILL, TERM)     KILLED       the running test
     any other signal, or an exit without a session end      CRASH        the running test
     an exit that a time limit of pytest's announces         TIMEOUT      the running test
@@ -42,6 +44,12 @@ FROM_OUTSIDE = frozenset({"SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT"})
 
 #: killed_by of a process-end event -> verdict.
 KILLED_BY = {"deadline": Verdict.TIMEOUT, "interrupt": Verdict.INTERRUPTED}
+
+#: oom of a process-end event -> verdict of what SIGKILL ended meanwhile, and the words for it.
+OOM_KILLED = {
+    "limit": (Verdict.OOM, "the run is at its own memory limit"),
+    "host": (Verdict.HOST_OOM, "the host is out of memory"),
+}
 
 #: What the log of a dead process says when the machine is at fault.
 SIGNATURES: tuple[tuple[str, Verdict], ...] = (
@@ -124,6 +132,9 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
     for signature, verdict in SIGNATURES:
         if signature in log:
             return Death(verdict, f"the test process died {ended}; its log says `{signature}`")
+    if name == "SIGKILL" and process.oom in OOM_KILLED:
+        verdict, whose = OOM_KILLED[process.oom]
+        return Death(verdict, f"the test process was killed {ended} by the kernel: {whose}")
     if name in FROM_OUTSIDE:
         return Death(Verdict.KILLED, f"the test process was killed from outside by {name} {ended}")
     if name is not None:
@@ -197,6 +208,9 @@ def crashed_tests(journal: Journal, suite: str, log: str) -> dict[str, Death]:
             continue
         verdict, how = _worker_end(crash.signal)
         verdict = next((infra for signature, infra in SIGNATURES if signature in log), verdict)
+        if process is not None and process.oom in OOM_KILLED and crash.signal == "SIGKILL":
+            verdict, whose = OOM_KILLED[process.oom]
+            how = f"was killed by the kernel, {whose},"
         fault = fault_of(process)
         if fault is not None:
             verdict, how = fault.verdict, f"{how} ({fault.message})"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from harness.errors import Verdict
+from harness.memory import Struck
 
 KilledBy = Literal["deadline", "interrupt"]
 
@@ -50,7 +51,7 @@ class Ended:
     """How a command ended: its exit code or the signal that ended it, who on our side ended it, and after how long.
 
     `rc` is None exactly when `signal` is set. `killed_by` is None when it ended without our doing. `pid` is what the
-    log or the engine calls it.
+    log or the engine calls it. `oom`: meanwhile the kernel killed for memory, at the run's own limit or on the host.
     """
 
     rc: int | None
@@ -58,6 +59,7 @@ class Ended:
     killed_by: KilledBy | None
     seconds: float
     pid: int
+    oom: Struck | None = None
     fault: Fault | None = None
 
 

@@ -54,6 +54,12 @@ SCHEMA = 1
 MAIN = "main"
 POLICIES = ("pull-request", MAIN)
 
+#: Verdicts that a test may give itself, by a property `verdict`: it ran, and says that it does not count as a pass.
+REPORTED = frozenset({Verdict.UNMEASURABLE, Verdict.INCONCLUSIVE, Verdict.IMPLAUSIBLE})
+
+BUDGET = 0.05
+"""Share of a suite's rows that may be INCONCLUSIVE; beyond it the machine is too noisy for any of them."""
+
 #: What an exception's own name in a failure message says about its kind.
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 
@@ -177,9 +183,9 @@ def judge(evidence: Path, baselines_root: Path | None = None, whole: bool = Fals
     results += _idle(found, results)
     results = _waived(found, results)
     notes += _attempts(found)
+    notes += _memory(found)
     policy = str(run["policy"])
-    if policy == MAIN:
-        results = [replace(result, strict=True) for result in results]
+    results = _strict(results, policy)
     results.sort(key=lambda result: (suite_rank(result.suite), result.id))
     counts = Counter(str(result.verdict) for result in results)
     exit_code = worst_exit([result.exit_code for result in results])
@@ -241,7 +247,27 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         )
     if state == "skipped":
         return result(Verdict.SKIP, record.message)
+    said = str(record.properties.get("verdict", ""))
+    if said in REPORTED:
+        return result(Verdict(said), str(record.properties.get("reason", "")))
+    if "verdict" in record.properties:
+        allowed = ", ".join(sorted(REPORTED))
+        return result(Verdict.DISAGREE, f"passed, and reports verdict {said!r}; a test may report {allowed}")
     return result(Verdict.PASS, "")
+
+
+def _strict(results: list[Result], policy: str) -> list[Result]:
+    """The stricter form of a verdict where it applies: IMPROVED on main, INCONCLUSIVE beyond its suite's budget."""
+    rows = Counter(result.suite for result in results)
+    noisy = Counter(result.suite for result in results if result.verdict is Verdict.INCONCLUSIVE)
+    beyond = {suite for suite, count in noisy.items() if not count <= BUDGET * rows[suite]}
+
+    def applies(result: Result) -> bool:
+        if result.verdict is Verdict.IMPROVED:
+            return policy == MAIN
+        return result.verdict is Verdict.INCONCLUSIVE and result.suite in beyond
+
+    return [replace(result, strict=True) if applies(result) else result for result in results]
 
 
 def _whole_message(record: TestRecord) -> str:
@@ -559,6 +585,14 @@ def _attempts(found: _Evidence) -> Iterator[str]:
         for process in [process for process in found.journal.processes if process.suite == suite][:-1]:
             told = f"ended with {process.signal or f'exit {process.rc}'} after {process.seconds:.1f} s"
             yield f"retried: {suite}, attempt {process.attempt} {told} (logs/{suite}.{process.attempt}.log)"
+
+
+def _memory(found: _Evidence) -> Iterator[str]:
+    """A line for each suite that ended in order while the kernel killed something at the run's own memory limit."""
+    for suite in found.suites:
+        process, session = deaths.last_of(found.journal, suite)
+        if process is not None and process.oom == "limit" and session is not None and session.rc is not None:
+            yield f"memory: while {suite} ran, the kernel killed a process at the run's own limit"
 
 
 def _narrowed(found: _Evidence) -> Iterator[Result]:

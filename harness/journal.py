@@ -192,6 +192,8 @@ class ProcessRecord:
     signal: str | None = None
     killed_by: str | None = None
     seconds: float = 0.0
+    oom: str | None = None
+    """Meanwhile the kernel killed for memory: at the run's own `limit`, or on the `host`."""
     canary: str | None = None
     """After a suspected GPU fault: empty when a known-good kernel ran, what went wrong when it did not."""
     fault: str | None = None
@@ -374,6 +376,7 @@ class Journal:
                 process.seconds = float(event["seconds"])
                 process.rc, process.signal = code, _text_or_none(event["signal"])
                 process.killed_by = _text_or_none(event["killed_by"])
+                process.oom = _text_or_none(event.get("oom"))
                 process.fault = _text_or_none(event.get("fault"))
                 process.fault_message = str(event.get("fault_message") or "")
                 process.ended = True

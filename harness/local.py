@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
+from harness import memory
 from harness.errors import InfraError
 from harness.executor import Command, Ended, KilledBy, signal_name
 
@@ -44,7 +45,7 @@ class LocalExecutor:
     ) -> Ended:
         """As `Executor.run` says. `on_output` gets the log's text as it grows, whole characters only."""
         command.log.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
+        started, before = time.monotonic(), memory.kills()
         with command.log.open("ab") as log, command.log.open("rb") as written:
             written.seek(0, os.SEEK_END)
             follow = _Follower(written, on_output)
@@ -72,6 +73,7 @@ class LocalExecutor:
             killed_by=killed_by,
             seconds=time.monotonic() - started,
             pid=process.pid,
+            oom=memory.kills().since(before),
         )
 
     def _wait(self, pid: int, deadline: float, cancelled: threading.Event, follow: _Follower) -> KilledBy | None:

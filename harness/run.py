@@ -414,6 +414,7 @@ def _attempt(
             killed_by=ended.killed_by,
             seconds=round(ended.seconds, 3),
             pid=ended.pid,
+            oom=ended.oom,
             fault=str(ended.fault.verdict) if ended.fault else None,
             fault_message=ended.fault.message if ended.fault else None,
         )
@@ -425,10 +426,10 @@ def _attempt(
 
 
 def _keep_room(out: Path) -> None:
-    try:
-        (out / RESERVE).write_bytes(bytes(RESERVED))
-    except OSError as error:
-        raise DiskError(f"{out} cannot be written ({error})", "a writable folder with room", "name another") from error
+    """Keep the reserve, where the disk has so much that this is no part of the trouble."""
+    with suppress(OSError):
+        if shutil.disk_usage(out).free > 4 * RESERVED:
+            (out / RESERVE).write_bytes(bytes(RESERVED))
 
 
 def _make_room(out: Path) -> None:

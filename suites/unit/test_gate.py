@@ -683,3 +683,30 @@ def test_a_file_name_with_a_null_byte(tmp_path: Path) -> None:
     """It is unreadable, not a traceback."""
     built = good(tmp_path).test(LOSS_TEST, loss_file="losses/\0")
     assert verdict(gate.judge(built.write()), LOSS_TEST) is Verdict.UNREADABLE
+
+
+@pytest.mark.parametrize(
+    ("said", "exit_code", "element"),
+    [("UNMEASURABLE", 0, "skipped"), ("INCONCLUSIVE", 3, "error"), ("IMPLAUSIBLE", 1, "failure"), ("PASS", 3, "error")],
+)
+def test_a_verdict_that_a_test_gives_itself(said: str, exit_code: int, element: str, tmp_path: Path) -> None:
+    """It ran and held, and says that it proves nothing: never a pass. A pass is not a test's to give."""
+    built = good(tmp_path).test(NUMERICS_TEST, verdict=said, reason="0.4 us at a timer of 1 us")
+    judgement = gate.judge(built.write())
+    result = of(judgement, NUMERICS_TEST)
+    assert result.verdict == (said if said != "PASS" else "DISAGREE")
+    assert (judgement.exit_code, result.junit) == (exit_code, element)
+    assert said == "PASS" or result.message == "0.4 us at a timer of 1 us"
+
+
+@pytest.mark.parametrize(("noisy", "exit_code"), [(1, 0), (2, 3)], ids=["gate-within-budget", "gate-beyond-budget"])
+@pytest.mark.parametrize("policy", ["pull-request", "main"])
+def test_the_budget_of_noise(noisy: int, exit_code: int, policy: str, tmp_path: Path) -> None:
+    """One of twenty rows may be INCONCLUSIVE, listed and not a pass; two are a machine too noisy to judge, exit 3."""
+    built = Built(tmp_path, ("numerics",))
+    for number in range(20):
+        said = {"verdict": "INCONCLUSIVE", "reason": "the probe moved"} if number < noisy else {}
+        built.test(f"numerics/test_a::test_a[{number:02}]", **said)
+    built.run["policy"] = policy
+    judgement = gate.judge(built.baseline(loss=False, codegen=False).write())
+    assert (judgement.exit_code, judgement.counts["INCONCLUSIVE"]) == (exit_code, noisy)

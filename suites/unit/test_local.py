@@ -95,8 +95,8 @@ if child == 0:
 print(child, flush=True)
 {end}
 """
-    ended, log = run(tmp_path, source, deadline=0.6)
-    assert ended.seconds < 5
+    ended, log = run(tmp_path, source, deadline=2.0)
+    assert ended.seconds < 8
     pid = int(log)
     until = time.monotonic() + 5
     while alive(pid) and time.monotonic() < until:

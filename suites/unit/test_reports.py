@@ -300,11 +300,15 @@ def test_expected_means_whole(narrow: str, tmp_path: Path) -> None:
     else:
         built = Built(tmp_path, ("numerics",)).test(NUMERICS_TEST)
         built.baseline(ids=[NUMERICS_TEST])
-    evidence = built.write()
+    evidence = reported(tmp_path, built)
     assert gate.judge(evidence).exit_code == 0
     judgement, _ = combine.judge([evidence], ["cpu"])
     assert (judgement.exit_code, judgement.counts["MISSING"]) == (3, 1)
     assert cli.main(["gate", str(evidence), "--whole"]) == 3
+    assert cli.main(["gate", str(evidence), str(evidence), "--whole"]) == 3
+    # The report alone says it too.
+    judgement, _ = combine.judge([evidence / "junit.xml"], ["cpu"])
+    assert (judgement.exit_code, judgement.counts["MISSING"]) == (3, 1)
 
 
 def test_several_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +322,8 @@ def test_several_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert text.startswith("UNREADABLE exit 3: empty.xml on empty.xml ")
     assert "- FAIL: numerics on mi300x test_formats::test_golden[formats-e4m3fnuz] - 7 ulps" in text
     assert "| cpu       | exit 0 | 3 checks: 3 PASS" in text
-    assert cli.main(["gate", *paths[:2], "--current"]) == 2
+    for alone in (["--current"], ["--base", paths[0]], ["--judge-with", str(ROOT)]):
+        assert cli.main(["gate", *paths[:2], *alone]) == 2
     capsys.readouterr()
     assert cli.main(["gate", *paths, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["exit_code"] == 3

@@ -88,13 +88,18 @@ def write(judgement: Judgement, run: Mapping[str, Any], path: Path) -> None:
         if suite in walls:
             element.time = round(walls[suite], 3)
     root.time = round(sum(element.time or 0.0 for element in root), 3)
+    save(root, path)
+    check(path, judgement, platform)
+
+
+def save(root: Any, path: Path) -> None:
+    """Write a JUnitXml whole or not at all. Raises DiskError."""
     try:
         partial = path.with_name(path.name + ".partial")
         root.write(str(partial), pretty=True)
         os.replace(partial, path)
     except OSError as error:
-        raise DiskError(f"{path} cannot be written ({error})", "a writable evidence folder", "free space") from error
-    check(path, judgement, platform)
+        raise DiskError(f"{path} cannot be written ({error})", "a writable folder", "free space") from error
 
 
 def _suite(suite: str, platform: str, judgement: Judgement, run: Mapping[str, Any]) -> Any:
@@ -168,16 +173,21 @@ def _wall_seconds(run: Mapping[str, Any]) -> dict[str, float]:
     return walls
 
 
+def _root(path: Path) -> ElementTree.Element:
+    """The root of a report of ours. Raises UnreadableError for what is no XML."""
+    try:
+        return ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError, ValueError) as error:
+        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+
+
 def run_ids(path: Path) -> set[str]:
     """The runs that a report of ours names: one id, or none in a report that somebody else wrote.
 
     Raises:
         UnreadableError: it is no XML.
     """
-    try:
-        root = ElementTree.parse(path).getroot()
-    except (ElementTree.ParseError, OSError, ValueError) as error:
-        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+    root = _root(path)
     return {
         str(item.get("value")) for item in root.findall("testsuite/properties/property") if item.get("name") == "run_id"
     }
@@ -189,10 +199,7 @@ def verdicts(path: Path) -> dict[tuple[str, str], str]:
     Raises:
         UnreadableError: it is no XML.
     """
-    try:
-        root = ElementTree.parse(path).getroot()
-    except (ElementTree.ParseError, OSError, ValueError) as error:
-        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+    root = _root(path)
     found: dict[tuple[str, str], str] = {}
     for case in root.iterfind("testsuite/testcase"):
         suite = str(case.get("classname")).split(".")[1:2]

@@ -441,6 +441,28 @@ def test_the_devices_answer_is_found_behind_warnings() -> None:
         contained._last_object("nothing", "the probe")
 
 
+@pytest.mark.parametrize("required", [pytest.param("", id="skipped"), pytest.param("required", id="required")])
+def test_no_engine_is_said(required: str, tmp_path: Path) -> None:
+    """Without an engine the tests of suites/engine are skipped and say why; where it is required they are errors."""
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "suites/engine",
+        "-k",
+        "test_log_is_whole",
+        "-rsE",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {**os.environ, "PATH": str(tmp_path), "FP8CI_ENGINE": required}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if required else 0), done.stdout
+    assert ("1 error" if required else "1 skipped") in done.stdout
+    assert "no container engine can be had: it takes " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def record() -> None:
     """Write the expectations again, to be read before they are committed."""
     rows = {name: made(name) for name in HOSTS}

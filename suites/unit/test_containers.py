@@ -1,6 +1,6 @@
 """Runs in containers without an engine: payloads of hosts that are not at hand, ends, logs, owners, GPUs and locks.
 
-The payloads are compared with `corpus/payloads.json`, which was read line by line against harness.md section 10 when it
+The payloads are compared with `payloads.json`, which was read line by line against harness.md section 10 when it
 was recorded: `python -m suites.unit.test_containers` writes it again. What an engine does with them is tested on a real
 one (suites/engine).
 """
@@ -27,7 +27,7 @@ from harness.errors import VERDICTS, ConfigError, DirtyGpuError, InfraError, Usa
 from harness.executor import Command
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDED = Path(__file__).parent / "corpus" / "payloads.json"
+RECORDED = Path(__file__).parent / "payloads.json"
 PLAIN = Engine("28.2.2", "x86_64", 512 << 30, "/var/lib/docker", "overlay2", False, False, frozenset(), (), False)
 FULL = replace(PLAIN, limits=frozenset({"memory", "swap", "pids"}))
 

@@ -76,6 +76,15 @@ class Daemon:
             self.process.wait(60)
             self.process = None
 
+    def clear(self) -> None:
+        """Stop it, and leave nothing of it but its data: one that was killed has left mounts."""
+        self.stop()
+        mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for mount in reversed(mounts):
+            if Path(mount) == self.folder or Path(mount).is_relative_to(self.runtime):
+                subprocess.run(["umount", "-l", mount], check=False)
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
     def client(self) -> Any:
         from docker.client import DockerClient
 
@@ -129,14 +138,14 @@ def daemon(engine_folder: Path) -> Iterator[Daemon]:
     try:
         running.start()
     except RuntimeError as error:
+        running.clear()
         not_to_be_had(f"rights that this machine does not give ({error})")
     for row in running.client().api.containers(all=True):  # of a session that was killed
         engine.remove(running.client(), row["Id"])
     try:
         yield running
     finally:
-        running.stop()
-        shutil.rmtree(runtime, ignore_errors=True)
+        running.clear()
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,10 @@ HARNESS: dict[str, int] = {
     "baselines": 3,
     "bands": 4,
     "fingerprint": 4,  # what a measurement was made with
-    "speed": 4,
+    "samples": 4,  # files of speed
+    "speed": 5,
+    "speedgate": 6,  # which recorded runs judge a row
+    "calibrate": 9,  # several runs of one commit, into a baseline
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
     "junit_reader": 5,  # other people's JUnit
@@ -89,7 +92,7 @@ EXECUTES = {
     "listings",
     "doctor",
 }
-JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report", "combine"}
+JUDGES = {"bands", "samples", "speed", "speedgate", "machinecode", "deaths", "junit", "gate", "report", "combine"}
 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {

@@ -176,6 +176,20 @@ def test_launches_that_disagree_are_noise() -> None:
     assert "2 of 3 launches" in found.message
 
 
+def test_one_launch_of_six_that_disagrees() -> None:
+    """Both stages, the interval far from zero: one launch that does not show it is enough to say nothing."""
+    where = built.Machine(draw())
+    made = [
+        where.launch(n, stage=stage, slower={"candidate": 1.0 if (n, stage) == (2, 2) else 1.3})
+        for stage in (1, 2)
+        for n in (1, 2, 3)
+    ]
+    found = judged(built.samples(made), runs())
+    assert (found.verdict, found.suspected) == (Verdict.INCONCLUSIVE, False)
+    assert found.effects[0].low > 0
+    assert "5 of 6 launches" in found.message
+
+
 def test_one_outlier_in_a_launch_moves_nothing() -> None:
     """One block of ten that took a hundred times as long: the median over blocks does not see it."""
     now = built.run(draw(), machine=built.Machine(draw()))

@@ -31,6 +31,7 @@ from suites.perf import rows
 
 LAUNCHES_VARIABLE = "FP8CI_LAUNCHES"
 AGAINST_VARIABLE = "FP8CI_AGAINST"
+COMMIT_VARIABLE = "FP8CI_AGAINST_COMMIT"
 DEADLINE = 1800.0
 
 FORMAT = device.detect().arch.e4m3
@@ -120,8 +121,11 @@ class Launched:
                 self.resolution_ns = float(document.get("resolution_ns", 0.0))
                 for case, message in document["errors"].items():
                     self.errors[kind, case] = f"{side}, launch {number}: {message}"
+                told: dict[str, Any] = {"number": number, "stage": stage, "side": side}
+                if side == "base":
+                    told["commit"] = os.environ.get(COMMIT_VARIABLE, "")
                 for case, fields in document["rows"].items():
-                    one = msgspec.convert({**fields, "number": number, "stage": stage, "side": side}, Launch)
+                    one = msgspec.convert({**fields, **told}, Launch)
                     self.done[kind].setdefault(case, []).append(one)
 
 

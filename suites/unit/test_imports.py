@@ -45,7 +45,8 @@ HARNESS: dict[str, int] = {
     "samples": 4,  # files of speed
     "speed": 5,
     "speedgate": 6,  # which recorded runs judge a row
-    "calibrate": 9,  # several runs of one commit, into a baseline
+    "against": 9,  # a checkout of the merge base, for launches in turns
+    "calibrate": 10,  # several runs of one commit, into a baseline
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
     "junit_reader": 5,  # other people's JUnit
@@ -64,7 +65,7 @@ HARNESS: dict[str, int] = {
     "judged_with": 8,  # another checkout's judgement, in a process of its own
     "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,
-    "history": 8,
+    "history": 8,  # rows of speed over several runs
     "power": 8,  # how small a drift the bands see
     "rebuilt": 8,  # evidence made from baselines
     "perturb": 8,  # evidence made wrong, for the self-test
@@ -90,6 +91,7 @@ EXECUTES = {
     "progress",
     "run",
     "listings",
+    "against",
     "doctor",
 }
 JUDGES = {"bands", "samples", "speed", "speedgate", "machinecode", "deaths", "junit", "gate", "report", "combine"}

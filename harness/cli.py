@@ -280,10 +280,10 @@ def _alone(suites: Sequence[str], pytest_args: Sequence[str], against: str | Non
 
 
 def _report(evidence: Path) -> tuple[Judgement, str]:
-    """Judge, write junit.xml, summary.md and the charts of curves; returns the judgement and the summary's text."""
+    """Judge, write junit.xml, summary.md and the charts; returns the judgement and the summary's text."""
     from harness import gate, junit
     from harness.baselines import write_atomic
-    from harness.report import losschart, summary
+    from harness.report import losschart, roofline, summary
 
     run = gate.read_run(evidence)
     judgement = gate.judge(evidence)
@@ -291,6 +291,7 @@ def _report(evidence: Path) -> tuple[Judgement, str]:
     text = summary.render(judgement, run)
     write_atomic(evidence / "summary.md", text)
     losschart.write(evidence, judgement, str(run["platform"]))
+    roofline.write(evidence, judgement, str(run["platform"]))
     return judgement, text
 
 

@@ -132,15 +132,11 @@ class Launched:
 def launch_once(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
     """One fresh process; with `tree`, that checkout's fp8stack under this one's measuring code."""
     with tempfile.TemporaryDirectory(prefix="fp8ci-launch-") as name:
-        folder, path = Path(name), [str(ROOT)]
-        if tree is not None:
-            (folder / "base").mkdir()
-            (folder / "base" / "fp8stack").symlink_to(Path(tree).resolve() / "fp8stack")
-            path.insert(0, str(folder / "base"))
+        folder = Path(name)
         out = folder / "launch.json"
         done = subprocess.run(
             [sys.executable, "-P", "-m", "suites.perf.launch", "--kind", kind, "--out", str(out), *cases],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            env={**os.environ, "PYTHONPATH": search_path(folder, tree)},
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -155,9 +151,19 @@ def launch_once(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, 
             if case not in document["rows"]:
                 document["errors"].setdefault(case, f"the launch ended with {done.returncode} before this row")
         wanted = Path(tree or ROOT).resolve()
-        if tree is None and Path(document["tree"]) != wanted:
+        if Path(document["tree"]) != wanted:
             document["errors"] = dict.fromkeys(cases, f"fp8stack came from {document['tree']}, expected {wanted}")
         return document
+
+
+def search_path(folder: Path, tree: str | None) -> str:
+    """PYTHONPATH of a launch: this checkout, with another one's fp8stack before it where `tree` names one."""
+    path = [str(ROOT)]
+    if tree is not None:
+        (folder / "base").mkdir()
+        (folder / "base" / "fp8stack").symlink_to(Path(tree).resolve() / "fp8stack")
+        path.insert(0, str(folder / "base"))
+    return os.pathsep.join(path)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import msgspec
 import pytest
 import torch
 
-from harness.samples import PerfRun
-from suites.perf import launch, rows, test_speed
+from fp8stack.moe import Routing
+from harness.samples import Launch, PerfRun
+from suites.perf import kernels, launch, moe, rows, test_speed, timing
 from suites.unit import built_samples as built
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,60 @@ def test_a_launch_without_a_gpu_says_so() -> None:
     assert document["errors"] == {
         ROW.case: "the launch ended with 4: no GPU is visible; speed is measured on one; run this on a GPU"
     }
+
+
+def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
+    """A launch of the base imports that checkout's fp8stack, and the measuring code of this one."""
+    base = tmp_path / "checkout"
+    for package in ("fp8stack", "suites/perf"):
+        (base / package).mkdir(parents=True)
+    (base / "fp8stack" / "__init__.py").write_text("")
+    code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(*suites.perf.__path__)"
+
+    def found(tree: str | None) -> list[str]:
+        env = {**os.environ, "PYTHONPATH": test_speed.search_path(tmp_path, tree)}
+        done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+        return [str(Path(line).resolve()) for line in done.stdout.splitlines()]
+
+    ours = str(ROOT / "suites" / "perf")
+    assert found(str(base)) == [str(base / "fp8stack" / "__init__.py"), ours]
+    assert found(None) == [str(ROOT / "fp8stack" / "__init__.py"), ours]
+
+
+def false_samples(
+    candidate: timing.Candidate, reference: timing.Candidate | None, probe: timing.Candidate, blocks: int
+) -> dict[str, timing.Timed]:
+    """Calls everything once, and says a millisecond."""
+    roles = {"candidate": candidate, "reference": reference, "probe": probe}
+    for one in roles.values():
+        for call in one.calls if one is not None else ():
+            call()
+    return {name: timing.Timed(name, (1e6,) * (2 * blocks) if one else ()) for name, one in roles.items()}
+
+
+SMALL: dict[str, Callable[[], rows.Row]] = {
+    "kernel": lambda: rows.of_kernel(kernels.Row("rowwise", (64, 32), torch.bfloat16, None, None), "e4m3fn"),
+    "grouped-kernel": lambda: rows.of_kernel(kernels.Row("colwise", (64, 32, 2), torch.bfloat16, None, None), "e4m3fn"),
+    "linear": lambda: rows.of_linear((64, 48), "rowwise_with_gw_hp", "e4m3fn"),
+    "layer": lambda: rows.of_layer("dsv3", "e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("make", SMALL.values(), ids=SMALL)
+def test_a_row_runs_small(make: Callable[[], rows.Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidate, reference and probe of a row can be called, and a launch's fields are what the harness reads."""
+    size = moe.Layer(24, 64, 48, Routing(4, 2, "sigmoid", 2, 2, normalise=True, scale=2.5), 1)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "interleaved", false_samples)
+    monkeypatch.setattr(rows, "PROBE_SIZE", 32)
+    monkeypatch.setattr(moe, "LAYERS", {"dsv3": size})
+    monkeypatch.setattr(moe, "TOKENS", 32)
+    fields = launch.timed(make(), torch.device("cpu"))
+    one = msgspec.convert({**fields, "number": 1}, Launch)
+    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * launch.BLOCKS
+    assert one.input_spread is None or one.input_spread == pytest.approx(1.0, abs=0.2)
 
 
 TRACE = [

@@ -114,7 +114,7 @@ def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
     for package in ("fp8stack", "suites/perf"):
         (base / package).mkdir(parents=True)
     (base / "fp8stack" / "__init__.py").write_text("")
-    code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(*suites.perf.__path__)"
+    code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(list(suites.perf.__path__)[0])"
 
     def found(tree: str | None) -> list[str]:
         env = {**os.environ, "PYTHONPATH": test_speed.search_path(tmp_path, tree)}

@@ -3,6 +3,9 @@
 The step that failed is repeated (a run is deterministic, so it fails the same way). The first module, in the order of
 execution, whose output is not finite is named; failing that the first whose gradient is. Ranks may see different
 data: the earliest of any rank counts, and every rank learns it.
+
+Compiled blocks are repeated without the compiler: a graph that is there already calls no hook of the modules in it, and
+the first module after the blocks would be named in their place.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ def first_non_finite(model: nn.Module, world: World, again: Callable[[], Any]) -
     calls = 0
 
     def watch(name: str, how: str) -> Callable[..., None]:
+        # What a look saved for a gradient, a recomputed block would lack: it is not looked at once one is found.
+        @torch.no_grad()
         def hook(module: nn.Module, _: Any, value: Any) -> None:
             nonlocal calls
             calls += 1
@@ -51,7 +56,8 @@ def first_non_finite(model: nn.Module, world: World, again: Callable[[], Any]) -
             if not isinstance(module, nn.Embedding):  # tokens have no gradient
                 handles.append(module.register_full_backward_hook(watch(name, "the gradient of its input")))
     try:
-        again()
+        with torch.compiler.set_stance("force_eager"):
+            again()
     finally:
         for handle in handles:
             handle.remove()

@@ -70,6 +70,8 @@ def read_run(folder: Path) -> Run:
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            raise ValueError("run.json holds no object")
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)

@@ -149,6 +149,10 @@ def write_whole(file: Path, text: str) -> None:
     beside.replace(file)
 
 
+class MetricsError(RuntimeError):
+    """A step that could not be written. The message is one line: what, expected, what next."""
+
+
 class JsonLines:
     """One JSON object a line, flushed, to a file or a stream. Refuses NaN and infinity: they are not JSON."""
 
@@ -163,9 +167,15 @@ class JsonLines:
             self._stream = target
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
+        """Append one record. OSError where it cannot be: a full disk, a pipe that nobody reads."""
         self._stream.write(json.dumps(record, allow_nan=False) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.flush()
+        except OSError:
+            # What is left in the buffer would be tried again, and be a second error, when the process ends.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            raise
 
     def close(self) -> None:
         """Close a file that was opened here; leave a stream open."""

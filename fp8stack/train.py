@@ -19,7 +19,7 @@ vector. A non-finite loss or norm stops every rank before the optimiser sees it.
 on every module (the run is deterministic, so it fails the same way) and the first module whose output, or failing
 that whose gradient, is not finite is named, whichever rank saw it. Normal steps pay nothing for this.
 
-Exit codes: 0 done; 1 stopped, by a non-finite value or a checkpoint that could not be written; 2 bad input (one line:
+Exit codes: 0 done; 1 stopped, by a non-finite value or by something that could not be written; 2 bad input (one line:
 what, expected, what next).
 """
 
@@ -63,7 +63,7 @@ from fp8stack.data import (
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import launch
 from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, device_type, wide_dtype
-from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, drain, write_whole
+from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, MetricsError, drain, write_whole
 from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
 from fp8stack.moe import GroupedExperts
 from fp8stack.options import parser
@@ -79,6 +79,8 @@ METRICS, RUN = "metrics.jsonl", "run.json"
 KEPT = ("digests", "saturated_by_layer")
 # How long other ranks leave it to rank 0 to say what all of them refuse; torchrun ends them when it has.
 SECONDS_FOR_RANK_0 = 10.0
+# What ends a run that had begun: exit 1.
+STOPPED = (NonFiniteError, CheckpointError, MetricsError, WeightsError, ImplausibleUtilisation, TraceError)
 IGNORED_LABEL = -100
 # One in so many weights is nudged.
 NUDGE_PERIOD = 1000
@@ -779,9 +781,15 @@ def main(argv: list[str] | None = None) -> int:
             return
         seconds = time.perf_counter() - began
         line = {**dataclasses.asdict(record), "lr": learning_rate(config, record.step), "seconds": round(seconds, 3)}
-        metrics.write({**line, **trainer.measured})
-        if arguments["out"] is not None and (record.step in DIGEST_STEPS or record.step == config.steps):
-            _write_run(arguments["out"] / RUN, record.step, trainer)
+        try:
+            metrics.write({**line, **trainer.measured})
+            if arguments["out"] is not None and (record.step in DIGEST_STEPS or record.step == config.steps):
+                _write_run(arguments["out"] / RUN, record.step, trainer)
+        except OSError as error:
+            raise MetricsError(
+                f"step {record.step} could not be written to {arguments['out'] or 'stdout'} ({error.strerror}); "
+                "expected room, and a reader of stdout; free space, or give --out"
+            ) from None
         if record.step == 1 or record.step % every == 0:
             print(
                 f"step {record.step}/{config.steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
@@ -793,7 +801,7 @@ def main(argv: list[str] | None = None) -> int:
         trainer.run(report, checkpoints, arguments["checkpoint_every"], arguments["profile"])
         if arguments["export"] is not None:
             weights.write(arguments["export"], trainer.model, config.size)
-    except (NonFiniteError, CheckpointError, DataError, WeightsError, ImplausibleUtilisation, TraceError) as error:
+    except (*STOPPED, DataError) as error:
         if first or isinstance(error, DataError):
             print(f"train: {error}", file=sys.stderr)
         return 2 if isinstance(error, DataError) else 1

@@ -54,6 +54,7 @@ def judge(
 
     With `whole`, and wherever something is expected, a selection of what must run is MISSING.
     """
+    expect = tuple(dict.fromkeys(expect))
     for name in expect:
         platforms.get(name)
     pieces = tuple(_piece(path, whole or bool(expect)) for path in paths)
@@ -111,6 +112,7 @@ def findings(report: Report, label: str) -> tuple[list[Found], tuple[str, ...]]:
 
 
 def judgement_of(results: list[Result], notes: tuple[str, ...], policy: str = gate.POLICIES[0]) -> Judgement:
+    """The judgement that results add up to: their counts, and the worst of their exit codes."""
     counts = Counter(str(result.verdict) for result in results)
     exit_code = worst_exit([result.exit_code for result in results])
     return Judgement(tuple(results), exit_code, dict(sorted(counts.items())), notes, policy)

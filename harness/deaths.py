@@ -151,8 +151,8 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
 
 def _refusal(log: str) -> str:
     """What pytest said when it ended with the exit code of a wrong argument."""
-    said = next((line for line in reversed(log.splitlines()) if line.startswith("ERROR: ")), "ERROR: see its log")
-    return said.removeprefix("ERROR: ")
+    lines = [line for line in log.splitlines() if line.startswith("ERROR: ") or "pytest: error: " in line]
+    return lines[-1].rpartition("pytest: error: ")[2].removeprefix("ERROR: ") if lines else "see its log"
 
 
 def last_of(journal: Journal, suite: str) -> tuple[ProcessRecord | None, SessionRecord | None]:

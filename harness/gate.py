@@ -602,12 +602,16 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
 
 
 def _idle(found: _Evidence, results: list[Result]) -> Iterator[Result]:
-    """MISSING for a suite of which every test was skipped: it judged nothing. Under --case, for the run as a whole."""
+    """MISSING for a suite that judged nothing: every test skipped, or too short to time. Under --case, for the run."""
     parts = [found.suites] if found.case is not None else [(suite,) for suite in found.suites]
     for suites in parts:
         mine = [result for result in results if result.suite in suites]
-        if mine and all(result.verdict is Verdict.SKIP for result in mine):
-            what = f"nothing ran: all {len(mine)} were skipped, the first because: {mine[0].message}"
+        if mine and all(result.verdict in (Verdict.SKIP, Verdict.UNMEASURABLE) for result in mine):
+            ran = any(result.verdict is Verdict.UNMEASURABLE for result in mine)
+            how = (
+                f"nothing counts: all {len(mine)} were unmeasurable or" if ran else f"nothing ran: all {len(mine)} were"
+            )
+            what = f"{how} skipped, the first because: {mine[0].message}"
             yield deaths.suite_result(mine[0].suite, "skipped", Verdict.MISSING, what)
 
 
@@ -636,6 +640,11 @@ def _narrowed(found: _Evidence) -> Iterator[Result]:
     if found.case is not None:
         what = f"the run selected the cases {found.case!r}; all of them must run"
         yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
+        return
+    for suite in found.suites:
+        if found.journal.deselected.get(suite):
+            what = f"{found.journal.deselected[suite]} tests were deselected by pytest's own arguments; all must run"
+            yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)
 
 
 # Agreement of the run's own files ----------------------------------------------------------------------------------
@@ -653,12 +662,14 @@ def _agreement(found: _Evidence, notes: list[str]) -> Iterable[Result]:
     if isinstance(machine, Mapping) and machine.get("platform") != found.platform.id:
         what = f"{RUN_FILE} is of platform {found.platform.id}, and its machine is a {machine.get('platform')}"
         yield deaths.suite_result(found.suites[0], "platform", Verdict.DISAGREE, what)
-    for test_id in found.journal.tests:
-        suite = test_id.partition("/")[0]
+    known = {test_id.partition("/")[0]: test_id for test_id in reversed(found.journal.tests)}
+    begun = {str(process.suite): "a process" for process in found.journal.processes}
+    for suite, what in {**begun, **known}.items():
         if suite not in found.suites:
-            what = f"the journal holds {test_id}, and the run did not select suite {suite!r}"
-            yield deaths.suite_result(suite, "selection", Verdict.DISAGREE, what)
+            told = f"the journal holds {what} of {suite!r}, and the run did not select that suite"
+            yield deaths.suite_result(suite, "selection", Verdict.DISAGREE, told)
             break
+    yield from _asked_otherwise(found)
     yield from _report_of_another_run(found)
     if not found.journal.damage:
         return
@@ -673,10 +684,25 @@ def _agreement(found: _Evidence, notes: list[str]) -> Iterable[Result]:
         yield deaths.suite_result(found.suites[0], "journal", Verdict.UNREADABLE, what)
 
 
-def _report_of_another_run(found: _Evidence) -> Iterator[Result]:
-    """junit.xml is what most tools look at: one beside this journal that is of another run, or cut, is a finding.
+def _asked_otherwise(found: _Evidence) -> Iterator[Result]:
+    """What run.json says was run, against what the journal says each test process was asked for."""
+    said = {"--fp8-platform": found.platform.id, "--fp8-run-id": found.run["run_id"], "--fp8-case": found.case}
+    for process in found.journal.processes:
+        if process.suite not in found.suites or "--fp8-out" not in process.argv:
+            continue
+        asked = dict(zip(process.argv, process.argv[1:], strict=False))
+        for option, value in said.items():
+            if asked.get(option) != value:
+                what = f"{RUN_FILE} says {value!r}, and its test process was asked for {option} {asked.get(option)!r}"
+                yield deaths.suite_result(process.suite, "arguments", Verdict.DISAGREE, what)
+                return
 
-    There is none while a run judges itself; its reader checks the rest when it is written (junit.py).
+
+def _report_of_another_run(found: _Evidence) -> Iterator[Result]:
+    """junit.xml is what most tools look at: one beside this journal that is of another run, cut, or says otherwise.
+
+    There is none while a run judges itself. What it says of curves and machine code depends on the files judged with;
+    whether a test passed, failed or is there at all does not.
     """
     path = found.folder / "junit.xml"
     if not path.exists():
@@ -689,6 +715,34 @@ def _report_of_another_run(found: _Evidence) -> Iterator[Result]:
     if told != {found.run["run_id"]}:
         what = f"junit.xml is of run {', '.join(sorted(told)) or 'nobody'}, {RUN_FILE} of {found.run['run_id']}"
         yield deaths.suite_result(found.suites[0], "junit", Verdict.DISAGREE, what)
+        return
+    contradiction = _contradiction(found, junit.verdicts(path))
+    if contradiction:
+        yield deaths.suite_result(found.suites[0], "junit", Verdict.DISAGREE, contradiction)
+
+
+def _contradiction(found: _Evidence, reported: Mapping[tuple[str, str], str]) -> str | None:
+    """The first test of which junit.xml and the journal say what cannot both be, in words."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for record in found.journal.tests.values():
+        names.setdefault((record.suite, junit.case_name(record.id)), []).append(record.state)
+    for name, states in names.items():
+        if name not in reported:
+            return f"the journal holds {'/'.join(name)}, and junit.xml does not"
+        said = reported[name]
+        # Two ids of one name are told apart by a number in junit.xml; nobody knows here which is which.
+        if len(states) == 1 and (said == Verdict.PASS) > (states[0] == "passed"):
+            return f"junit.xml says {said} of {'/'.join(name)}, the journal says {states[0]}"
+        if len(states) == 1 and (said == Verdict.FAIL) > (states[0] == "failed"):
+            return f"junit.xml says {said} of {'/'.join(name)}, the journal says {states[0]}"
+    return next(
+        (
+            f"junit.xml says PASS of {'/'.join(name)}, and the journal holds no such test"
+            for name, said in reported.items()
+            if said == Verdict.PASS and name not in names and not junit.numbered(name[1])
+        ),
+        None,
+    )
 
 
 # 4. Waivers --------------------------------------------------------------------------------------------------------
@@ -740,6 +794,8 @@ def _waivable(found: _Evidence, known: Result) -> bool:
     A waiver that covered MISSING would let its test be deleted, one that covered KILLED a run that nobody finished.
     """
     record = found.journal.tests.get(known.id)
+    if known.id.partition("::")[0] == f"{known.suite}/suite":  # about a whole suite: nothing says what must run there
+        return False
     skipped = record is not None and record.state == "skipped" and known.verdict in (Verdict.SKIP, Verdict.MISSING)
     return skipped or VERDICTS[known.verdict].exit_code in (SUCCESS, FAILED, BASELINE)
 

@@ -161,9 +161,14 @@ class Selector:
             raise pytest.UsageError(f"{item.nodeid}: {error}") from error
         return ""
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Make the properties plain values before the report copies them; one that cannot be fails the test."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Make the properties plain values before the report copies them; one that cannot be fails the test.
+
+        So does a phase that raised and that a conftest or a plugin calls passed.
+        """
         refused: list[str] = []
         for position in range(len(item.user_properties) - 1, -1, -1):
             name, value = item.user_properties[position]
@@ -174,6 +179,10 @@ class Selector:
             else:
                 item.user_properties[position] = (str(name), plain)
         report = yield
+        if call.excinfo is not None and report.passed:
+            report.outcome = "failed"
+            raised = call.excinfo.exconly().strip()
+            report.longrepr = f"a plugin calls {report.when} passed, which raised {raised}; expected the outcome it had"
         if refused and not report.failed:
             report.outcome = "failed"
             report.longrepr = f"{'; '.join(refused)}; expected str, int or float; record one number or text a property"

@@ -360,6 +360,8 @@ class Journal:
         self.damage.append(f"the session of {event['suite']} ended without having begun")
 
     def _process_start(self, event: Mapping[str, Any]) -> None:
+        if int(event["attempt"]) != 1 + sum(process.suite == event["suite"] for process in self.processes):
+            self.damage.append(f"attempt {event['attempt']} of {event['suite']} does not follow the one before it")
         self.processes.append(
             ProcessRecord(
                 event["suite"], int(event["attempt"]), list(event.get("argv", [])), float(event.get("time", 0.0))

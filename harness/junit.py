@@ -88,13 +88,18 @@ def write(judgement: Judgement, run: Mapping[str, Any], path: Path) -> None:
         if suite in walls:
             element.time = round(walls[suite], 3)
     root.time = round(sum(element.time or 0.0 for element in root), 3)
+    save(root, path)
+    check(path, judgement, platform)
+
+
+def save(root: Any, path: Path) -> None:
+    """Write a JUnitXml whole or not at all. Raises DiskError."""
     try:
         partial = path.with_name(path.name + ".partial")
         root.write(str(partial), pretty=True)
         os.replace(partial, path)
     except OSError as error:
-        raise DiskError(f"{path} cannot be written ({error})", "a writable evidence folder", "free space") from error
-    check(path, judgement, platform)
+        raise DiskError(f"{path} cannot be written ({error})", "a writable folder", "free space") from error
 
 
 def _suite(suite: str, platform: str, judgement: Judgement, run: Mapping[str, Any]) -> Any:
@@ -168,19 +173,49 @@ def _wall_seconds(run: Mapping[str, Any]) -> dict[str, float]:
     return walls
 
 
+def _root(path: Path) -> ElementTree.Element:
+    """The root of a report of ours. Raises UnreadableError for what is no XML."""
+    try:
+        return ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError, ValueError) as error:
+        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+
+
 def run_ids(path: Path) -> set[str]:
     """The runs that a report of ours names: one id, or none in a report that somebody else wrote.
 
     Raises:
         UnreadableError: it is no XML.
     """
-    try:
-        root = ElementTree.parse(path).getroot()
-    except (ElementTree.ParseError, OSError, ValueError) as error:
-        raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
+    root = _root(path)
     return {
         str(item.get("value")) for item in root.findall("testsuite/properties/property") if item.get("name") == "run_id"
     }
+
+
+def verdicts(path: Path) -> dict[tuple[str, str], str]:
+    """(suite, name) -> the verdict that a report of ours says of each of its cases.
+
+    Raises:
+        UnreadableError: it is no XML.
+    """
+    root = _root(path)
+    found: dict[tuple[str, str], str] = {}
+    for case in root.iterfind("testsuite/testcase"):
+        suite = str(case.get("classname")).split(".")[1:2]
+        told = [item.get("value") for item in case.iterfind("properties/property") if item.get("name") == "verdict"]
+        element = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), None)
+        said = str(told[0]) if told else ""
+        # A verdict that its element does not bear out counts as what the element says: that is what tools look at.
+        if (said == "PASS") != (element is None) and said != "IMPROVED":
+            said = {None: "PASS", "failure": "FAIL"}.get(element, str(element))
+        found["".join(suite), str(case.get("name"))] = said
+    return found
+
+
+def numbered(name: str) -> bool:
+    """Whether a name may be one that `unique` has given."""
+    return re.search(r"~\d+$", name) is not None
 
 
 def check(path: Path, judgement: Judgement, platform: str) -> None:

@@ -10,7 +10,6 @@ Not here: what a case means (combine.py).
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from harness import combine, junit, junit_reader
 from harness.combine import Found
-from harness.errors import DiskError, UnreadableError
+from harness.errors import UnreadableError
 from harness.junit_reader import Report, Suite
 from harness.result import Judgement, Result
 
@@ -51,12 +50,7 @@ def merge(paths: Sequence[Path], target: Path) -> tuple[Judgement, tuple[str, ..
         if wall is not None:
             element.time = round(wall, 6)
     root.time = round(sum(element.time or 0.0 for element in root), 6)
-    try:
-        partial = target.with_name(target.name + ".partial")
-        root.write(str(partial), pretty=True)
-        os.replace(partial, target)
-    except OSError as error:
-        raise DiskError(f"{target} cannot be written ({error})", "a folder with room", "name another") from error
+    junit.save(root, target)
     whole = combine.judgement_of(results, tuple(repairs))
     _check(target, whole)
     return whole, tuple(repairs)

@@ -37,12 +37,27 @@ RED = ("failure", "error")
 #: Surefire's elements for attempts that were repeated.
 REPEATED = ("flakyFailure", "flakyError", "rerunFailure", "rerunError")
 #: What a status attribute says where a dialect has no element for it.
-BAD_STATUS = frozenset({"failed", "failure", "error", "errored", "broken", "fail"})
+BAD_STATUS = frozenset(
+    {"failed", "failure", "error", "errored", "broken", "fail", "false", "not ok", "ko"}
+    | {"timeout", "timedout", "timed out", "aborted", "abort", "crashed", "crash", "killed", "cancelled", "canceled"}
+)
 IDLE_STATUS = frozenset({"skipped", "notrun", "disabled", "ignored", "pending", "suppressed"})
+OWN_NAMES = (
+    *("testsuites", "testsuite", "testcase", "properties", "property", "skipped", "system-out", "system-err"),
+    *RED,
+    *REPEATED,
+)
+#: Elements of a case that are nobody's contract and cannot mean a pass.
+OTHER_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("failed", "fail", "failures", "aborted", "timeout", "crashed", "crash"), "failure"),
+    **dict.fromkeys(("errored", "errors", "exception"), "error"),
+}
 
 _DECLARED = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([A-Za-z0-9._-]+)["']""")
 _UNHOLDABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _REFERENCE = re.compile(r"&#(?:x([0-9a-fA-F]{1,8})|([0-9]{1,8}));")
+#: What may stand before a DOCTYPE.
+_PROLOG = re.compile(r"(?:[\s\ufeff]|<\?.*?\?>|<!--.*?-->)*", re.DOTALL)
 _HTML = re.compile(r"\s*(<!doctype\s+html|<html)\b", re.IGNORECASE)
 
 
@@ -157,8 +172,9 @@ def _clean(raw: bytes, report: Report) -> str:
     if _HTML.match(text):
         report.rejected = "is HTML: the answer of a server, not a report"
         return ""
-    head = text[: text.find("<test")] if "<test" in text else text[:4096]
-    if "<!ENTITY" in head or re.search(r"<!DOCTYPE[^>]*\b(SYSTEM|PUBLIC)\b", head):
+    prolog = _PROLOG.match(text)
+    head = text[prolog.end() if prolog else 0 :]
+    if head.startswith("<!DOCTYPE") and ("<!ENTITY" in head or re.match(r"[^>]*\b(SYSTEM|PUBLIC)\b", head)):
         report.rejected = "declares entities or an external DTD; neither is read"
         return ""
     start = len(text) - len(text.lstrip(" \t\r\n\ufeff"))
@@ -197,6 +213,14 @@ def _decode(raw: bytes, report: Report) -> str:
     if codecs.lookup(name).name != "utf-8":
         report.repairs.append(f"encoded as {name}")
     try:
+        return _decoded(raw, name, report)
+    except (LookupError, UnicodeError):  # `hex` or `undefined`: Python has such a codec, and it makes no text
+        report.repairs.append(f"the declared encoding {name!r} is none of text; read as UTF-8")
+        return _decoded(raw, "utf-8", report)
+
+
+def _decoded(raw: bytes, name: str, report: Report) -> str:
+    try:
         return raw.decode(name)
     except UnicodeDecodeError:
         pass
@@ -222,7 +246,7 @@ class _Builder:
         self._open: list[Suite] = []
         self._loose: Suite | None = None
         self._case: Case | None = None
-        self._element: Element | None = None
+        self._elements: list[Element] = []
         self._property = ""
         self._text: list[str] = []
         self._length = 0
@@ -234,9 +258,14 @@ class _Builder:
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         """An element opens."""
-        name = tag.rpartition("}")[2]
-        if name != tag:
+        name = _name(tag)
+        if "}" in tag:
             self.repairs["namespaces are ignored"] += 1
+        if name != tag.rpartition("}")[2]:
+            self.repairs["elements in capitals are read as their small twins"] += 1
+        if self._tags[-1:] == ["testcase"] and name in OTHER_WORDS:
+            self.repairs[f"<{name}> in a case is read as <{OTHER_WORDS[name]}>"] += 1
+            name = OTHER_WORDS[name]
         attributes = {key.rpartition("}")[2]: value for key, value in attributes.items()}
         if not self._tags:
             self.root, self.root_attributes = name, attributes if name == "testsuites" else {}
@@ -251,7 +280,7 @@ class _Builder:
             if self._property:
                 self._properties()[self._property] = attributes.get("value", "")
         elif name in (*RED, "skipped", *REPEATED):
-            self._element = Element(name, attributes.get("type", ""), attributes.get("message", ""))
+            self._elements.append(Element(name, attributes.get("type", ""), attributes.get("message", "")))
 
     def data(self, text: str) -> None:
         """Text; what is beyond the limit goes, and is said when its element ends."""
@@ -276,9 +305,8 @@ class _Builder:
             properties = self._properties()
             if self._property and not properties[self._property]:
                 properties[self._property] = text.strip()  # testmo's dialect: the value is the element's text
-        elif self._element is not None and name == self._element.kind:
-            self._end_element(self._element, text)
-            self._element = None
+        elif name in (*RED, "skipped", *REPEATED):
+            self._end_element(self._elements.pop(), text)
         elif name in ("system-out", "system-err") and text.strip():
             target = self._case or self._suite()
             target.output = f"{target.output}{text}"[:READ_LIMIT]
@@ -328,7 +356,12 @@ class _Builder:
         elif note:
             self.repairs[f"time {written[:40]!r} {note}"] += 1
         name = attributes.get("name", "").strip()
-        status = (attributes.get("status") or attributes.get("result") or "").lower()
+        said = [attributes.get(key, "").strip().lower() for key in ("status", "result", "success")]
+        if said.pop() == "false":
+            said.insert(0, "failed")
+        # googletest says status="run" of whatever ran: the worse of the two counts.
+        telling = [word for words in (BAD_STATUS, IDLE_STATUS) for word in said if word in words]
+        status = next((word for word in (*telling, *said) if word), "")
         self._case = Case(name, attributes.get("classname", "").strip(), seconds, status)
 
     def _end_case(self, case: Case) -> None:
@@ -348,6 +381,12 @@ class _Builder:
             self._case.elements.append(element)
         elif element.kind in RED:
             self._suite().errors.append(element)
+
+
+def _name(tag: str) -> str:
+    """An element's name without its namespace; one that differs from ours in its capitals only is ours."""
+    name = tag.rpartition("}")[2]
+    return name if name in OWN_NAMES else next((own for own in OWN_NAMES if own.lower() == name.lower()), name.lower())
 
 
 def read_time(text: str | None) -> tuple[float | None, str]:

@@ -121,7 +121,10 @@ def _check(path: Path, waiver: Waiver, today: datetime.date) -> None:
     predicate = waiver.where.removeprefix("not ").strip()
     if predicate in _VENDORS or predicate.startswith("vendor"):
         raise ConfigError(f"{where} is waived where {waiver.where!r}, a vendor", _PLACE, _SAY_WHAT)
-    capabilities.parse(waiver.where)
+    for requirement in capabilities.parse(waiver.where):
+        if requirement.operator == ">=" and not requirement.value.strip("0."):
+            what = f"{where} is waived where {waiver.where!r}, which says no more than which vendor, or nothing"
+            raise ConfigError(what, _PLACE, _SAY_WHAT)
 
 
 _PLACE = "either a platform or a capability (where)"

@@ -70,8 +70,8 @@ def case_matches(test_id: str, glob: str | None) -> bool:
     """
     if glob is None or glob == test_id:
         return True
-    test, bracket, case = test_id.rpartition("::")[2].partition("[")
-    case = case.removesuffix("]") if bracket else test.removeprefix("test_")
+    name, bracket, case = test_id.partition("::")[2].partition("[")
+    case = case.removesuffix("]") if bracket else name.rpartition("::")[2].removeprefix("test_")
     return any(item == test_id or fnmatch.fnmatchcase(case, item) for item in glob.split(","))
 
 

@@ -25,8 +25,8 @@ How operands arrive.
 FP8 operands must be contiguous along the contraction: matrix units take no others. bf16 ones may be either way.
 
 FP8 on sm_90 is summed with about 14 bits by the matrix unit itself. fast_accum leaves it at that; otherwise the sum of
-every 128 terms is added to a float32 one, as torch's product does it, for which the tile must leave registers: a
-configuration of its own ("fp8-exact"). Of 256 terms of one sign, such a sum was off by up to 2^-8.2 on an H200.
+every 128 terms is added to a float32 one, for which the tile must leave registers: a configuration of its own
+("fp8-exact"). With every 256 instead, sums of 2,048 terms of one sign were off by up to 2^-8.2 on an H200.
 
 In the interpreter (numerics.md, section 7) codes are decoded by our own decoder and dots are float32; results leave as
 float32 and are rounded afterwards. Not here: the contract and its checks, other backends (grouped_gemm.py).

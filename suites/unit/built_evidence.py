@@ -236,6 +236,7 @@ class Built:
         """Write run.json, the journal and the logs; returns the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file("run.json", json.dumps(self.run))
+        (self.folder / "journal.jsonl").unlink(missing_ok=True)
         with JournalWriter(self.folder / "journal.jsonl") as journal:
             for suite in self.suites:
                 self.file(f"logs/{suite}.log", f"log of {suite}\n")

@@ -262,7 +262,9 @@ def test_case_that_matches_nothing(checkout: Path, capsys: pytest.CaptureFixture
 def test_pytest_refuses_its_arguments(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`-- --bogus`: pytest's usage error is exit 2."""
     assert run(checkout, "--", "--bogus") == 2
-    assert capsys.readouterr().out.startswith("USAGE exit 2: ")
+    out = capsys.readouterr().out
+    assert out.startswith("USAGE exit 2: ")
+    assert "refused its arguments: unrecognized arguments: --bogus" in out
 
 
 def test_plan(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

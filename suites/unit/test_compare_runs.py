@@ -27,6 +27,11 @@ def _write(
     return folder
 
 
+def _list(folder: Path) -> Path:
+    (_write(folder, [1.0]) / "run.json").write_text("[]")
+    return folder
+
+
 STRAIGHT = [7.0 - 0.03 * n for n in range(100)]
 
 
@@ -154,6 +159,7 @@ def test_a_run_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     [
         pytest.param(lambda a, tmp: [str(a), str(tmp / "none")], "cannot be read", id="missing"),
         pytest.param(lambda a, tmp: [str(a), str(_write(tmp / "b", []))], "no step", id="empty"),
+        pytest.param(lambda a, tmp: [str(a), str(_list(tmp / "b"))], "run.json holds no object", id="list"),
         pytest.param(
             lambda a, tmp: [str(a), str(a), "--nudged", str(_write(tmp / "b", STRAIGHT, {"config_hash": "b"}))],
             "another configuration",

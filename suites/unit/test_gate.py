@@ -6,13 +6,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness import gate, machinecode
+from harness import gate, junit, machinecode
 from harness.errors import ConfigError, UnreadableError, UsageError, Verdict
 from harness.result import Judgement, Result
 from suites.unit.built_evidence import (
@@ -668,8 +668,101 @@ def test_junit_of_another_run(tmp_path: Path) -> None:
     )
     (folder / "junit.xml").write_text(stale.format("0ld"))
     assert verdict(gate.judge(folder), "numerics/suite::junit") is Verdict.DISAGREE
-    (folder / "junit.xml").write_text(stale.format(RUN_ID))
+    (folder / "junit.xml").write_text(stale.format(RUN_ID))  # the right run, and no case at all
+    assert verdict(gate.judge(folder), "numerics/suite::junit") is Verdict.DISAGREE
+
+
+@pytest.mark.parametrize(
+    ("outcome", "file", "old", "new", "told"),
+    [
+        ("failed", "journal.jsonl", ('"failed"', '"rc": 1'), ('"passed"', '"rc": 0'), "says FAIL of numerics/"),
+        ("failed", "junit.xml", ("failure",), ("property",), "says PASS of numerics/"),
+        ("passed", "junit.xml", ("[formats-e5m2]",), ("[formats-e5m3]",), "and junit.xml does not"),
+        ("passed", "journal.jsonl", (), (), "and the journal holds no such test"),
+        ("passed", "junit.xml", ('value="PASS"',), ('value="FAIL"',), ""),
+    ],
+    ids=["journal-flipped", "report-flipped", "report-lacks-a-row", "journal-lacks-a-row", "report-says-it-badly"],
+)
+def test_a_report_that_says_otherwise(
+    outcome: str, file: str, old: Sequence[str], new: Sequence[str], told: str, tmp_path: Path
+) -> None:
+    """junit.xml and journal are of one run: a verdict flipped or a row gone in one of them is seen."""
+    folder = good(tmp_path).test(OTHER_TEST, outcome, "3 of 9 differ").baseline(ids=[]).write()
+    judgement = gate.judge(folder)
+    junit.write(judgement, gate.read_run(folder), folder / "junit.xml")
+    assert gate.judge(folder).counts == judgement.counts
+    text = (folder / file).read_text()
+    for before, now in zip(old, new, strict=True):
+        text = text.replace(before, now)
+    if not old:  # every line of it goes
+        lines = text.replace(f', "{OTHER_TEST}"', "").splitlines(keepends=True)
+        text = "".join(line for line in lines if OTHER_TEST not in line)
+    (folder / file).write_text(text)
+    after = gate.judge(folder)
+    if not told:  # what tools look at is the element
+        assert after.counts == judgement.counts
+        return
+    assert verdict(after, "numerics/suite::junit") is Verdict.DISAGREE
+    assert told in of(after, "numerics/suite::junit").message
+    assert after.exit_code == 3
+
+
+def test_a_suite_that_run_json_forgets(tmp_path: Path) -> None:
+    """Its process died before it collected anything, and run.json does not name it: nothing may hide it."""
+    built = good(tmp_path)
+    del built.tests[LOSS_TEST]
+    folder = built.process("loss", rc=None, signal="SIGSEGV").baseline(loss=False).write()
+    assert gate.judge(folder).exit_code != 0
+    (folder / "run.json").write_text(json.dumps({**built.run, "suites": ["numerics", "codegen"]}))
+    judgement = gate.judge(folder)
+    assert (verdict(judgement, "loss/suite::selection"), judgement.exit_code) == (Verdict.DISAGREE, 3)
+
+
+@pytest.mark.parametrize("key", ["platform", "case", "run_id"])
+def test_run_json_says_what_nobody_asked_for(key: str, tmp_path: Path) -> None:
+    """What pytest was told stands in the journal: evidence under another platform's name is seen in both places."""
+    built = good(tmp_path)
+    folder = built.write()
+    argv = ["pytest", "--fp8-out", "x", "--fp8-platform", "cpu", "--fp8-run-id", RUN_ID]
+    path = folder / "journal.jsonl"
+    path.write_text(path.read_text().replace('["pytest"]', json.dumps(argv)))
     assert gate.judge(folder).exit_code == 0
+    value = {"platform": "mi300x", "case": "formats*", "run_id": "0ld"}[key]
+    machine = {**built.run["capabilities"], "platform": value if key == "platform" else "cpu"}
+    (folder / "run.json").write_text(json.dumps({**built.run, key: value, "capabilities": machine}))
+    judgement = gate.judge(folder)
+    assert (verdict(judgement, "numerics/suite::arguments"), judgement.exit_code) == (Verdict.DISAGREE, 3)
+
+
+def test_deselected_by_an_argument_of_pytest(tmp_path: Path) -> None:
+    """`-- -k one`: no manifest names what is gone, and the run is not the whole."""
+    built = Built(tmp_path, ("numerics", "codegen")).test(NUMERICS_TEST).test("codegen/test_a::test_a")
+    built.deselected["numerics"] = 500
+    built.run["platform"] = built.run["capabilities"]["platform"] = "mi300x"
+    folder = built.write()
+    assert gate.judge(folder).exit_code == 0
+    judgement = gate.judge(folder, whole=True)
+    assert (verdict(judgement, "numerics/suite::deselected"), judgement.exit_code) == (Verdict.MISSING, 3)
+
+
+WAIVER = """[[waiver]]
+id = "{}"
+platform = "cpu"
+reason = "too hard"
+issue = "https://example.org/1"
+owner = "someone"
+expires = 2026-03-01
+"""
+
+
+@pytest.mark.parametrize("finding", ["manifest", "collection"])
+def test_a_waiver_speaks_of_a_test(finding: str, tmp_path: Path) -> None:
+    """One for what is said of a whole suite would let its manifest be deleted."""
+    built = good(tmp_path).waiver(WAIVER.format(f"numerics/suite::{finding}"))
+    (built.baselines / "cpu/manifest.txt").unlink()
+    judgement = gate.judge(built.write())
+    assert verdict(judgement, "numerics/suite::manifest") is Verdict.NO_BASELINE
+    assert judgement.exit_code != 0
 
 
 def test_stopped_after_a_deadline(tmp_path: Path) -> None:
@@ -691,12 +784,19 @@ def test_a_file_name_with_a_null_byte(tmp_path: Path) -> None:
 )
 def test_a_verdict_that_a_test_gives_itself(said: str, exit_code: int, element: str, tmp_path: Path) -> None:
     """It ran and held, and says that it proves nothing: never a pass. A pass is not a test's to give."""
-    built = good(tmp_path).test(NUMERICS_TEST, verdict=said, reason="0.4 us at a timer of 1 us")
+    built = good(tmp_path).test(NUMERICS_TEST, verdict=said, reason="0.4 us at a timer of 1 us").test(OTHER_TEST)
     judgement = gate.judge(built.write())
     result = of(judgement, NUMERICS_TEST)
     assert result.verdict == (said if said != "PASS" else "DISAGREE")
     assert (judgement.exit_code, result.junit) == (exit_code, element)
     assert said == "PASS" or result.message == "0.4 us at a timer of 1 us"
+
+
+def test_a_suite_of_which_nothing_counts(tmp_path: Path) -> None:
+    """Every test says that it was too short to time, or was skipped: nothing was judged, which is no success."""
+    built = good(tmp_path).test(NUMERICS_TEST, verdict="UNMEASURABLE", reason="0.4 us").test(OTHER_TEST, "skipped")
+    judgement = gate.judge(built.baseline(ids=[NUMERICS_TEST, CODEGEN_TEST, LOSS_TEST]).write())
+    assert (verdict(judgement, "numerics/suite::skipped"), judgement.exit_code) == (Verdict.MISSING, 3)
 
 
 @pytest.mark.parametrize(("noisy", "exit_code"), [(1, 0), (2, 3)], ids=["gate-within-budget", "gate-beyond-budget"])

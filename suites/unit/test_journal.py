@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,14 @@ def test_a_call_that_did_not_run_passed_nothing(tmp_path: Path) -> None:
     """`--setup-only` reports set-up and teardown as passed; the test itself never ran."""
     told = written(tmp_path / "j", start(A), phase(A, "setup"), phase(A, "teardown"))
     assert told.tests[A].state == "not-run"
+
+
+@pytest.mark.parametrize("attempts", [(1, 1), (2,), (1, 3)], ids=["twice", "headless", "gap"])
+def test_attempts_that_do_not_follow_each_other(attempts: Sequence[int], tmp_path: Path) -> None:
+    """A journal that is there twice, or has lost its beginning, is no run that was repeated."""
+    begun = [{"event": "process-start", "suite": "loss", "attempt": number, "argv": []} for number in attempts]
+    told = written(tmp_path / "j", *begun)
+    assert told.damage == [f"attempt {attempts[-1]} of loss does not follow the one before it"]
 
 
 def test_an_attempt_that_a_plugin_repeats_is_kept(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ def test_a_waiver_by_capability(tmp_path: Path) -> None:
         pytest.param({"platform": '"not rocm"'}, "'not rocm', a vendor", id="not-vendor"),
         pytest.param({"platform": None, "where": '"vendor:amd"'}, "'vendor:amd', a vendor", id="vendor-predicate"),
         pytest.param({"platform": None, "where": '"not rocm"'}, "'not rocm', a vendor", id="not-vendor-predicate"),
+        pytest.param({"platform": None, "where": '"hip>=0"'}, "no more than which vendor", id="vendor-as-a-version"),
+        pytest.param({"platform": None, "where": '"gpus >= 0.0"'}, "no more than which vendor", id="everywhere"),
         pytest.param({"platform": '"mi300"'}, "names platform 'mi300'", id="unknown-platform"),
         pytest.param({"platform": None, "where": '"gpu>=2"'}, "no known kind", id="unknown-capability"),
         pytest.param({"until": "2026-03-01"}, "unknown field `until`", id="unknown-field"),

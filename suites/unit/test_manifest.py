@@ -62,6 +62,8 @@ def test_node_ids(node_id: str) -> None:
         pytest.param(ROWWISE, ROWWISE.replace("bits", "golden"), False, id="manifest-case-other-whole"),
         pytest.param(ROWWISE, "numerics/*", False, id="manifest-case-folder"),
         pytest.param("numerics/test_a::test_b[x,y]", "numerics/test_a::test_b[x,y]", True, id="manifest-case-commas"),
+        pytest.param("numerics/test_a::test_b[a::b[c]]", "a::b[[]c]", True, id="manifest-case-colons"),
+        pytest.param("numerics/test_a::test_b[a::b]", "b", False, id="manifest-case-behind-colons"),
     ],
 )
 def test_case_matches(test_id: str, glob: str | None, expected: bool) -> None:

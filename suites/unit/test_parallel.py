@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fp8stack import formats, linear, moe, parallel, train
+from fp8stack.blame import NonFiniteError
 from fp8stack.config import TrainConfig
 from fp8stack.data import Batch
+from fp8stack.models import held
 from fp8stack.parallel import GEMMS, UnseenGemm
 from fp8stack.train import Trainer, run
 from suites.unit import ranks
@@ -185,13 +188,21 @@ def test_gemms_names_every_spelling() -> None:
 
 
 def test_compiled_blocks() -> None:
-    """One graph serves all blocks and steps; losses, code counts and recomputed products are those of eager mode."""
+    """One graph serves all blocks and steps; losses, code counts and recomputed products are those of eager mode.
+
+    So is the module that made a NaN, which hooks in a graph that is there already do not see.
+    """
     plain = run(short(recipe="rowwise", recompute="selective", steps=3))
     trainer = Trainer(short(recipe="rowwise", recompute="selective", steps=3, compile="aot_eager"))
     result = trainer.run()
     assert result.steps == plain.steps
     assert trainer.compiler.graphs == 1
     assert trainer.gemms.recomputed == SHORT.layers * (LINEARS // 2)
+    with torch.no_grad():
+        held(trainer.model.layers[1].feed_forward.w1.weight)[0, 0] = math.nan
+    trainer.step = 0
+    with pytest.raises(NonFiniteError, match=r"'layers\.1\.feed_forward\.w1' \(its output; 1 of its weights"):
+        trainer.run()
 
 
 class Made(TorchFunctionMode):

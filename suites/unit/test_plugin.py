@@ -245,6 +245,31 @@ def test_a_property_that_is_no_plain_value(options: Sequence[str], tmp_path: Pat
     assert told.tests[PREFIX + "test_third"].properties == {"x": "nan"}
 
 
+@pytest.mark.parametrize("options", [(), ("-n1",)], ids=["swallow-alone", "swallow-xdist"])
+def test_a_plugin_that_swallows_failures(options: Sequence[str], tmp_path: Path) -> None:
+    """A conftest that calls what raised passed: it failed, in words that say who lied. An xfail stays what it is."""
+    root = checkout(
+        tmp_path,
+        """
+        import pytest
+        def test_first(): pass
+        def test_second(): raise ValueError("lost")
+        @pytest.mark.xfail
+        def test_third(): assert False
+        """,
+    )
+    (root / "suites/numerics/conftest.py").write_text(
+        "import pytest\n@pytest.hookimpl(wrapper=True)\ndef pytest_runtest_makereport(item):\n"
+        "    report = yield\n    if report.failed: report.outcome, report.longrepr = 'passed', None\n"
+        "    return report\n"
+    )
+    assert run_pytest(root, *options).returncode == 1
+    told = read(root)
+    assert states(told) == {"test_first": "passed", "test_second": "failed", "test_third": "skipped"}
+    message = told.tests[PREFIX + "test_second"].message
+    assert message.startswith("a plugin calls call passed, which raised ValueError: lost; expected the outcome")
+
+
 def test_case_selection(tmp_path: Path) -> None:
     """Only matching cases run; how many were left out is recorded."""
     root = checkout(

@@ -38,6 +38,7 @@ FILES: dict[str, tuple[dict[str, int], int, str]] = {
     "another-root": (UNREADABLE, 3, "its root is <coverage>"),
     "billion-laughs": (UNREADABLE, 3, "declares entities"),
     "external-entity": (UNREADABLE, 3, "declares entities"),
+    "entity-behind-a-comment": (UNREADABLE, 3, "declares entities"),
     "external-dtd": (UNREADABLE, 3, "declares entities or an external DTD"),
     "two-documents": ({**ONE_RED, "UNREADABLE": 1}, 3, "2 whole cases before that"),
     "bare-ampersand": ({"PASS": 1, "UNREADABLE": 1}, 3, "1 whole cases before that"),
@@ -60,6 +61,10 @@ FILES: dict[str, tuple[dict[str, int], int, str]] = {
     "cases-at-the-root": (ONE_RED, 1, "outside of any testsuite"),
     "single-suite-root": (ONE_RED, 1, "1 of 9 differs"),
     "suite-error": ({"PASS": 1, "FAIL": 1}, 1, "suite error: setUpClass failed"),
+    "skip-in-a-failure": (ONE_RED, 1, "a case both failed and skipped counts as failed"),
+    "failure-in-capitals": (ONE_RED, 1, "elements in capitals"),
+    "all-in-capitals": (ONE_RED, 1, "elements in capitals are read as their small twins (4 times)"),
+    "failed-in-other-words": (ONE_RED, 1, "<failed> in a case is read as <failure>"),
     "case-in-a-case": (ONE_RED, 1, "a testcase inside of a testcase"),
     # Names.
     "no-name": ({"PASS": 1, "UNREADABLE": 1}, 3, "a testcase without a name"),
@@ -85,6 +90,8 @@ FILES: dict[str, tuple[dict[str, int], int, str]] = {
     "latin-1-said-utf-8": (ONE_RED, 1, "is not utf-8; what is not is shown as U+FFFD"),
     "latin-1-declared": (ONE_RED, 1, "encoded as iso-8859-1"),
     "utf-16": (ONE_RED, 1, "encoded as utf-16"),
+    "encoding-of-no-text": (ONE_RED, 1, "'hex' is none of text"),
+    "encoding-undefined": (ONE_RED, 1, "'undefined' is none of text"),
     "unknown-encoding": (ONE_RED, 1, "'klingon' does not exist"),
     "space-before-declaration": (ONE_RED, 1, "white space before the XML declaration"),
     "byte-order-mark": (ONE_RED, 1, "1 of 9 differs"),
@@ -101,6 +108,9 @@ FILES: dict[str, tuple[dict[str, int], int, str]] = {
     "flaky-failure": ({"FLAKY": 1}, 1, "flakyFailure: first try"),
     "rerun-failure": (ONE_RED, 1, ""),
     "status-failed": (ONE_RED, 1, "its status is 'failed'"),
+    "status-run-result-failed": (ONE_RED, 1, "its status is 'failed'"),
+    "status-timeout": (ONE_RED, 1, "its status is 'timeout'"),
+    "success-false": (ONE_RED, 1, "its status is 'failed'"),
     "property-text": (ONE_RED, 1, "1 of 9 differs"),
     # Our own report, tampered with.
     "verdict-contradicts": ({"DISAGREE": 1}, 3, "its property says PASS, its element is failure"),
@@ -280,6 +290,12 @@ def test_expected_platforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "mi300x is expected" in capsys.readouterr().out
     assert cli.main(["gate", evidence, "--expect", "mi300"]) == 2
     assert "there is no platform 'mi300'" in capsys.readouterr().err
+
+
+def test_a_platform_that_is_expected_twice(tmp_path: Path) -> None:
+    """It is one platform, and one check."""
+    judgement, _ = combine.judge([good(tmp_path).write()], ["cpu", "cpu"])
+    assert [result.id for result in judgement.results if result.suite == "gate"] == ["gate/expected::cpu"]
 
 
 def test_an_expected_platform_that_only_skipped(tmp_path: Path) -> None:

@@ -151,8 +151,8 @@ def test_a_test_process_that_dies(end: str, rc: int | None, by_signal: str | Non
 def test_a_deadline(end: str, tmp_path: Path) -> None:
     """A test that never ends is ended, and the journal says by whom."""
     began = time.monotonic()
-    _, told = read(run.execute(request(checkout(tmp_path, end), deadline=2.5)))
-    assert time.monotonic() - began < 12
+    _, told = read(run.execute(request(checkout(tmp_path, end), deadline=6.0)))
+    assert time.monotonic() - began < 20
     assert states(told)["test_first"] == "passed"
     assert states(told)["test_second"] == "running"
     assert told.processes[0].killed_by == "deadline"
@@ -250,7 +250,7 @@ def test_an_interrupt_before_the_first_test(tmp_path: Path) -> None:
         def run(self, command: Command, **_: object) -> Ended:
             raise AssertionError("nothing must be started")
 
-    root = checkout(tmp_path)
+    root, before = checkout(tmp_path), signal.getsignal(signal.SIGINT)
 
     def interrupting(*_: object) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGINT)
@@ -260,7 +260,7 @@ def test_an_interrupt_before_the_first_test(tmp_path: Path) -> None:
         patch.setattr(platforms, "ask_device", interrupting)
         with pytest.raises(InterruptedRun):
             run.execute(request(root), Never())
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_executor_that_cannot_start(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -24,12 +25,13 @@ MIB = 1 << 20
 
 #: Judges as `fp8ci run` does at its end (junit.xml and summary.md), and says what it took.
 JUDGE = """
-import json, resource, sys, time
+import json, re, sys, time
 from pathlib import Path
 from harness import cli
 started = time.monotonic()
 judgement, text = cli._report(Path(sys.argv[1]))
-kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# Not getrusage's maximum, which starts from that of the process that began this one.
+kib = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 print(json.dumps([judgement.exit_code, time.monotonic() - started, kib, text.splitlines()[0]]))
 """
 
@@ -100,19 +102,16 @@ def cpu_seconds(root: Path, *options: str, plugin: bool) -> float:
 def test_overhead(tmp_path: Path) -> None:
     """Plugin and journal cost less than 5 % over plain pytest with JUnit, on 2,000 trivial tests, turn by turn.
 
-    The least of several rounds of each counts. Noise only ever adds, so it ends with the first round in which the
-    least is within the limit; an overhead that is there stays in every round.
+    The median of the rounds' ratios counts: both of a round meet the same clock. It ends with the first round, from the
+    third on, in which it is within the limit; an overhead that is there stays in every round.
     """
     root = tiny_checkout.make(tmp_path, {"numerics/test_a": TRIVIAL})
-    plain: list[float] = []
-    ours: list[float] = []
-    for _ in range(8):
-        plain.append(cpu_seconds(root, f"--junit-xml={tmp_path}/x.xml", plugin=False))
+    ratios: list[float] = []
+    while len(ratios) < 3 or (statistics.median(ratios) >= 1.05 and len(ratios) < 15):
+        plain = cpu_seconds(root, f"--junit-xml={tmp_path}/x.xml", plugin=False)
         (tmp_path / "out" / "journal.jsonl").unlink(missing_ok=True)
-        ours.append(cpu_seconds(root, plugin=True))
-        if len(ours) > 1 and min(ours) < 1.05 * min(plain):
-            break
-    assert min(ours) < 1.05 * min(plain), (plain, ours)
+        ratios.append(cpu_seconds(root, plugin=True) / plain)
+    assert statistics.median(ratios) < 1.05, ratios
     assert (tmp_path / "out" / "journal.jsonl").read_bytes().count(b"\n") == 2000 * 4 + 3
 
 

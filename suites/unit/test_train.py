@@ -222,10 +222,23 @@ def _plant_huge(trainer: Trainer) -> None:
         pytest.param(_plant_huge, "layers.2.attention_norm", id="train-overflow"),
     ],
 )
-@pytest.mark.parametrize("recipe", [pytest.param(r, id=r) for r in ("bf16", "rowwise")])
-def test_non_finite_names_the_module(recipe: str, plant: Callable[[Trainer], None], module: str) -> None:
-    """A run with a poisoned layer stops before the update and names the first module that produced it."""
-    trainer = Trainer(short(recipe=recipe))
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [
+        pytest.param("bf16", "none", id="bf16"),
+        pytest.param("rowwise", "none", id="rowwise"),
+        pytest.param("bf16", "full", id="bf16-full"),
+        pytest.param("rowwise", "selective", id="rowwise-selective"),
+    ],
+)
+def test_non_finite_names_the_module(
+    recipe: str, recompute: str, plant: Callable[[Trainer], None], module: str
+) -> None:
+    """A run with a poisoned layer stops before the update and names the first module that produced it.
+
+    With recomputed blocks too, of which torch insists that both times save the same tensors.
+    """
+    trainer = Trainer(short(recipe=recipe, recompute=recompute))
     plant(trainer)
     before = held(trainer.model.output.weight).clone()
     with pytest.raises(NonFiniteError, match=rf"step 1: the loss is not finite.*'{module}'") as caught:
@@ -379,6 +392,21 @@ def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     lines.write({"step": 3})
     lines.close()
     assert file.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("told", ["No space left on device", "Broken pipe"])
+def test_a_step_that_cannot_be_written(told: str) -> None:
+    """A full disk, or a reader of stdout that left: exit 1, and nothing but one line after the last step's."""
+    command = [sys.executable, "-m", "fp8stack.train", "--steps", "2", "--layers", "1", "--batch", "1", "--seq", "8"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") if told.startswith("No") else os.fdopen(writer, "w") as out:
+        done = subprocess.run([*command, "--device", "cpu"], stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("train: ")]
+    assert errors == [done.stderr.splitlines()[-1]]
+    assert f"step 1 could not be written to stdout ({told})" in errors[0]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("size", [pytest.param(None, id="missing"), pytest.param(20, id="short")])

@@ -66,6 +66,12 @@ BUDGET = 0.05
 #: What an exception's own name in a failure message says about its kind.
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 
+#: How a test fails for want of what the machine, by the end of its process, is known to have lacked.
+WANTING: Mapping[Verdict, tuple[str, ...]] = {
+    Verdict.PIDS: ("Resource temporarily unavailable", "can't start new thread"),
+    Verdict.DISK: ("No space left on device",),
+}
+
 
 def read_run(evidence: Path) -> dict[str, Any]:
     """run.json of an evidence folder.
@@ -239,6 +245,8 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         verdict = Verdict.OOM if any(word in record.message for word in OUT_OF_MEMORY) else Verdict.FAIL
         if deaths.TIMED_OUT.match(record.message):
             verdict = Verdict.TIMEOUT
+        if death is not None and any(word in record.message for word in WANTING.get(death.verdict, ())):
+            verdict = death.verdict
         message = _whole_message(record)
         return result(
             verdict, message if record.failed_phase == "call" else f"{record.failed_phase}: {message}", record.detail

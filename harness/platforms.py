@@ -187,6 +187,18 @@ def get(platform_id: str) -> Platform:
     return platform
 
 
+def matrix(wanted: str) -> dict[str, str]:
+    """`ID,...` -> what a workflow needs for a job each: `rows` (JSON), `has_rows`, since an empty matrix is an error
+    there, and `expected`, the ids again. UsageError for an unknown platform; no id at all is an empty matrix.
+
+    The tox environment is named after the image, and runs what must run on the platform.
+    """
+    chosen = [get(name.strip()) for name in wanted.split(",") if name.strip()]
+    rows = [{"id": row.id, "env": row.image, "labels": list(row.runner_labels)} for row in chosen]
+    expected = ",".join(row.id for row in chosen)
+    return {"rows": json.dumps(rows), "has_rows": str(bool(rows)).lower(), "expected": expected}
+
+
 def select_suites(platform: Platform, names: tuple[str, ...]) -> tuple[str, ...]:
     """The suites of a run, in the platform's order; no names selects those that must run. UsageError for others."""
     possible = tuple(suite for vendor, suite in EXECUTION if vendor == platform.vendor)

@@ -35,8 +35,11 @@ HARNESS: dict[str, int] = {
     "local": 2,
     "forked": 2,
     "nursery": 0,  # a process of its own, which imports nothing of ours
-    "container": 2,
-    "images": 2,
+    "inside": 0,  # runs inside a container, and imports nothing of ours
+    "engine": 2,  # the container engine: reaching it, whose a container is
+    "devices": 2,  # the GPUs of this host, and who has which
+    "container": 3,
+    "images": 3,
     "ledger": 3,
     "manifest": 3,
     "baselines": 3,
@@ -58,6 +61,7 @@ HARNESS: dict[str, int] = {
     "progress": 6,
     "run": 7,  # executes and writes the journal
     "doctor": 7,
+    "contained": 8,  # a run in containers, from the preflight to the executor
     "gate": 7,
     "combine": 8,  # several folders and files, one verdict
     "junit_merge": 9,
@@ -83,6 +87,9 @@ EXECUTES = {
     "local",
     "forked",
     "nursery",
+    "inside",
+    "engine",
+    "devices",
     "container",
     "images",
     "hooks",
@@ -93,6 +100,7 @@ EXECUTES = {
     "listings",
     "against",
     "doctor",
+    "contained",
 }
 JUDGES = {"bands", "samples", "speed", "speedgate", "machinecode", "deaths", "junit", "gate", "report", "combine"}
 

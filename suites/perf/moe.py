@@ -44,7 +44,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from fp8stack import device, formats, linear, moe
+from fp8stack import device, formats, inductor, linear, moe
 from fp8stack.kernels import (
     blockwise,
     colwise,
@@ -575,7 +575,7 @@ def compiled_step(size: Layer, fields: dict[str, object] | None, where: torch.de
 
 
 def _compiled(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(module, fullgraph=True, dynamic=False)
+    return torch.compile(module, fullgraph=True, dynamic=False, options=inductor.options())
 
 
 def time_layer(name: str, compiled: bool, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:

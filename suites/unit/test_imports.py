@@ -107,6 +107,7 @@ JUDGES = {"bands", "samples", "speed", "speedgate", "machinecode", "deaths", "ju
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {
     "_triton": 0,
+    "inductor": 0,
     "device": 1,  # reports Triton's version
     "data": 1,  # leaves: no FP8 in them
     "metrics": 1,

@@ -14,8 +14,10 @@ trusts beside its own. Writes /usr/local/bin/fp8ci-python, which is what runs in
 import glob
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 VENV = "/opt/venv"
@@ -82,6 +84,9 @@ def main(flavour: str) -> None:
     """Install, compare, and write the launcher."""
     requirements = ["-r", f"{HERE}/requirements.txt"]
     if flavour == "cpu":
+        headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+        if shutil.which("g++") is None or not os.path.exists(headers):
+            sys.exit(f"torch.compile needs g++ and {headers}; expected both in the base; take one that has them")
         subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
         python = f"{VENV}/bin/python3"
         install(python, "-c", f"{HERE}/cpu-constraints.txt", "torch", "triton", "numpy", *requirements)

@@ -58,6 +58,8 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     runtime: str | None = None
     """ROCm or CUDA version of the torch build."""
     image_digest: str | None = None
+    partition: str | msgspec.UnsetType = msgspec.UNSET
+    """Compute and memory mode of an AMD GPU, such as `SPX/NPS1`; left out where there is none."""
 
 
 class LossRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -66,7 +66,7 @@ def opened(asked: doctor.Asked, containers: int, say: Callable[[str], None]) -> 
         executor = ContainerExecutor(client, spec)
         asker = _Asker(executor)
         platform, reason = _platform(asked.spec, vendor, asker)
-        told = {"container": _told(spec, digest)}
+        told = {"image_digest": digest, "partition": devices.partition(gpus), "container": _told(spec)}
         yield Contained(platform, f"{reason}, in {tag}", executor, container.place(os.environ), asker, told)
 
 
@@ -83,13 +83,11 @@ def _platform(spec: str, vendor: platforms.Vendor, ask: _Asker) -> tuple[Platfor
     return platforms.resolve(spec, ask({}) if spec.startswith("auto") else None)
 
 
-def _told(spec: Spec, digest: str) -> dict[str, Any]:
+def _told(spec: Spec) -> dict[str, Any]:
     return {
         "image": spec.image,
-        "image_digest": digest,
         "engine": spec.engine.version,
         "gpus": [gpu.node for gpu in spec.gpus],
-        "partition": devices.partition(spec.gpus),
         "memory": spec.limits.memory,
         "pids": spec.limits.pids,
         "shm": spec.limits.shm,

@@ -351,7 +351,8 @@ class _LossJudge:
         elsewhere = found.platform.id != SECOND_OPINION and other.exists()
         self.shared = baselines.load_loss(other, SECOND_OPINION) if elsewhere else None
         versions = found.run.get("versions")
-        self.fingerprint = fingerprint.of_run(found.platform.id, versions if isinstance(versions, Mapping) else {})
+        known = versions if isinstance(versions, Mapping) else {}
+        self.fingerprint = fingerprint.of_run(found.platform.id, known, found.run)
         self.moved: dict[str, list[str]] = {}
 
     @property

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness import canary, capabilities, journal, plan, platforms, progress
+from harness import canary, capabilities, devices, journal, plan, platforms, progress
 from harness.errors import DiskError, HarnessError, InterruptedRun, UsageError
 from harness.executor import Command, Ended, Executor, Place
 from harness.local import LocalExecutor
@@ -278,6 +278,8 @@ def _describe(
         "commit": commit,
         "dirty": dirty,
         "versions": versions,
+        "image_digest": None,
+        "partition": devices.partition(devices.find(request.platform.vendor)),
         "capabilities": json.loads(machine.to_json()),
         "environment": dict(request.env_overrides),
         "ignored_environment": sorted(name for name in platforms.NEVER_SET if name in os.environ),

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -27,6 +29,7 @@ from harness.executor import Command, Ended
 from suites.engine.conftest import ROOT, Daemon
 from suites.engine.test_deaths_in_containers import cases
 from suites.unit import tiny_checkout
+from suites.unit.test_containers import host
 
 UID = 12345
 ONE = "numerics/test_launches::test_first_and_last_rows[rowwise-first-and-last]"
@@ -248,6 +251,7 @@ def test_wrong_architecture(daemon: Daemon, foreign_image: str, tmp_path: Path) 
     code, said = command_line(daemon, tmp_path, *RUN, "--image", foreign_image, "--out", str(tmp_path / "out"))
     assert code == 4
     assert f"image {foreign_image} is for arm64 and the engine is x86_64" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_space_for_the_evidence(daemon: Daemon, image: str, tmp_path: Path) -> None:
@@ -260,6 +264,7 @@ def test_no_space_for_the_evidence(daemon: Daemon, image: str, tmp_path: Path) -
         assert code == 4
         assert "0.0 GiB free" in said
         assert "expected 2 GiB" in said
+        assert list(out.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(out)], check=True)
 
@@ -285,8 +290,7 @@ def test_no_space_in_the_engine(engine_folder: Path, tmp_path: Path) -> None:
         assert ended.fault is not None
         assert ended.fault.verdict is Verdict.DISK
     finally:
-        second.stop()
-        subprocess.run(["umount", "-l", str(small)], check=True)
+        second.clear()  # the small disk too, which is mounted at its data
 
 
 def test_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +298,76 @@ def test_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
     with pytest.raises(InfraError, match=r"no container engine answers at unix:.*no such socket"):
         engine.connect()
+
+
+# Several on one host -----------------------------------------------------------------------------------------------
+
+#: A run that wants two of the host's GPUs: takes them, and has a container say what it sees of them and of its caches.
+TAKES_TWO = """
+import dataclasses, json, os, sys, threading
+from pathlib import Path
+from harness import container, devices, engine
+from harness.executor import Command
+fs, locks, out, image, code = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5]
+devices.KFD = str(fs / "dev/kfd")
+gpus = tuple(dataclasses.replace(gpu, node=f"{fs}{gpu.node}") for gpu in devices.find("amd", fs))
+client = engine.connect()
+with devices.claim(gpus, 2, folder=locks, wait=120) as held:
+    known = engine.from_info(client.info())
+    limits = container.Limits(256 << 20, 32 << 20, 64)
+    spec = container.Spec(image, Path.cwd(), "amd", known, limits, held, devices.groups(held))
+    log = out / "log"
+    command = Command((container.PYTHON, "-c", code, str(fs / "dev/dri")), {}, Path.cwd(), 60.0, log, (out,))
+    ended = container.ContainerExecutor(client, spec).run(command, cancelled=threading.Event())
+    assert ended.rc == 0, (ended, log.read_text())
+    told = {"held": [gpu.node for gpu in held], "uuids": ",".join(str(gpu.uuid) for gpu in held), "run": spec.run_id}
+    print(json.dumps(told | json.loads(log.read_text())))
+"""
+LOOKS = """
+import json, os, pathlib, sys, time
+began, cache = time.monotonic(), pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+found = os.listdir(cache)
+(cache / os.uname().nodename).touch()
+nodes = sorted(str(path) for path in pathlib.Path(sys.argv[1]).iterdir())
+for node in nodes:
+    os.close(os.open(node, os.O_RDWR))
+time.sleep(1.0)
+told = {"nodes": nodes, "visible": os.environ["ROCR_VISIBLE_DEVICES"], "found": found, "left": os.listdir(cache)}
+print(json.dumps(told | {"name": os.uname().nodename, "began": began, "ended": time.monotonic()}))
+"""
+
+
+def test_eight_runs_on_one_host(daemon: Daemon, image: str, tmp_path: Path) -> None:
+    """Eight runs at once want two of eight GPUs each: a container has the nodes of its run, which no other has at that
+    time, and a name and caches of its own."""
+    fs = host(tmp_path / "host")
+    for node in (fs / "dev/kfd", *(fs / "dev/dri").iterdir()):  # devices that are there, and do nothing
+        node.unlink()
+        os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    (tmp_path / "locks").mkdir()
+    runs = []
+    for number in range(8):
+        out = tmp_path / f"out-{number}"
+        out.mkdir()
+        command = [sys.executable, "-c", TAKES_TWO, str(fs), str(tmp_path / "locks"), str(out), image, LOOKS]
+        environment = {**os.environ, "DOCKER_HOST": daemon.host, "PYTHONPATH": str(ROOT)}
+        runs.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=PIPE, stderr=PIPE))
+    told = []
+    for process in runs:
+        stdout, stderr = process.communicate(timeout=180)
+        assert process.returncode == 0, stderr
+        told.append(json.loads(stdout))
+    for one in told:
+        assert (one["nodes"], len(one["nodes"])) == (one["held"], 2)
+        assert one["visible"] == one["uuids"]
+        assert (one["found"], one["left"]) == ([], [one["name"]])
+        for other in told:
+            apart = other["began"] >= one["ended"] or one["began"] >= other["ended"]
+            assert other is one or apart or set(one["nodes"]).isdisjoint(other["nodes"]), (one, other)
+    assert len({one["run"] for one in told}) == len({one["name"] for one in told}) == 8
+    together = max(sum(other["began"] <= one["began"] < other["ended"] for other in told) for one in told)
+    assert together > 1  # else nothing was shared
+    assert list(engine.ours(daemon.client())) == []
 
 
 # The line that a person can paste ----------------------------------------------------------------------------------
@@ -332,6 +406,11 @@ def test_run_line_can_be_pasted(daemon: Daemon, image: str, tmp_path: Path) -> N
 # The suites inside -------------------------------------------------------------------------------------------------
 
 
+def must_run() -> list[str]:
+    """The ids of numerics that the manifest has from outside."""
+    return [item for item in manifest.read(ROOT / "baselines/cpu/manifest.txt") if item.startswith("numerics/")]
+
+
 def test_ids_inside_are_those_outside(daemon: Daemon, image: str, tmp_path: Path) -> None:
     """What numerics would run in the CPU image is, id by id, what the manifest has from outside."""
     known = engine.from_info(daemon.client().info())
@@ -347,17 +426,21 @@ def test_ids_inside_are_those_outside(daemon: Daemon, image: str, tmp_path: Path
     ended = ContainerExecutor(daemon.client(), spec).run(command, cancelled=threading.Event())
     assert ended.rc == 0, command.log.read_text()
     told = journal.Journal.read(tmp_path / journal.FILE_NAME)
-    collected = set(told.collected["numerics"]) - set(told.planned_skips)
-    listed = [item for item in manifest.read(ROOT / "baselines/cpu/manifest.txt") if item.startswith("numerics/")]
-    assert sorted(collected) == sorted(listed)
+    assert set(told.collected["numerics"]) - set(told.planned_skips) == set(must_run())
 
 
 def test_numerics_pass_inside(daemon: Daemon, image: str, tmp_path: Path) -> None:
-    """The suite itself: a choice of its cases; all of them where FP8CI_ENGINE_WHOLE is set, which takes minutes."""
-    chosen = () if os.environ.get("FP8CI_ENGINE_WHOLE") else ("--case", "tensorwise-*")
-    where = ("--image", image, "--root", str(ROOT), "--out", str(tmp_path / "out"))
+    """The suite itself: a case of every test; every case where FP8CI_ENGINE_WHOLE is set, which takes minutes.
+
+    What passes inside is, id by id, what the manifest has from outside.
+    """
+    chosen = must_run()
+    words = ["--suite", "numerics", "--image", image, "--root", str(ROOT), "--out", str(tmp_path / "out")]
+    if not os.environ.get("FP8CI_ENGINE_WHOLE"):
+        chosen = list({test_id.partition("[")[0]: test_id for test_id in chosen}.values())
+        words += ["--case", ",".join(chosen)]
     done = subprocess.run(
-        [sys.executable, "-m", "harness", *RUN, "--suite", "numerics", *chosen, *where],
+        [sys.executable, "-m", "harness", *RUN, *words],
         cwd=ROOT,
         env={**os.environ, "DOCKER_HOST": daemon.host},
         capture_output=True,
@@ -366,8 +449,10 @@ def test_numerics_pass_inside(daemon: Daemon, image: str, tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(cases(tmp_path / "out").values()) == {""}
+    ended = cases(tmp_path / "out")
+    assert {f"numerics/{name}" for name, result in ended.items() if not result} == set(chosen)
+    assert {result for result in ended.values() if result} <= {"skipped SKIP: requires 1 gpu; this is cpu with 0"}
     told = json.loads((tmp_path / "out" / "run.json").read_text())
     assert told["container"]["image"] == image
-    assert told["container"]["image_digest"].startswith("sha256:")
+    assert told["image_digest"].startswith("sha256:")
     assert told["versions"]["torch"].startswith("2.13.0")

@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness import cli, engine
+from harness import cli, container, engine
 from harness.errors import VERDICTS, Verdict
 from suites.engine.conftest import Daemon
 from suites.unit import tiny_checkout
@@ -36,17 +36,23 @@ def test_2_dies():
 def test_3_last(): pass
 """
 
-#: `fp8ci`, with what would take long replaced: the device's answer, and the limits by small ones.
+#: `fp8ci`, with what would take long replaced: the device's answer, and the limits by small ones. `spec` replaces what
+#: a container is told of its host.
 DRIVER = """
 import dataclasses, json, sys
-from harness import cli, contained, container, doctor, platforms
+from harness import cli, contained, container, devices, doctor, platforms
 from suites.unit import tiny_checkout
 said = json.loads(sys.argv[1])
 contained._Asker._ask = lambda self, environment: dict(tiny_checkout.FACTS)
 limits = container.Limits(said["memory"] << 20, 32 << 20, said["pids"])
 doctor.DISK = said["disk"] << 20
 container.Limits.of_host = classmethod(lambda cls, memory, containers: limits)
-container.ContainerExecutor.__init__.__kwdefaults__.update(grace=0.5, patience=said["patience"])
+container.ContainerExecutor.__init__.__kwdefaults__.update(grace=said["grace"], patience=said["patience"])
+spec = {name: tuple(value) if isinstance(value, list) else value for name, value in said["spec"].items()}
+if "gpus" in spec:
+    spec["gpus"] = tuple(devices.Gpu(*row) for row in spec["gpus"])
+whole = contained.Spec
+contained.Spec = lambda *words: dataclasses.replace(whole(*words), **spec)
 row = platforms.EXECUTION["cpu", "numerics"]
 changed = {**platforms.EXECUTION, ("cpu", "numerics"): dataclasses.replace(row, deadline=said["deadline"])}
 platforms.EXECUTION = changed
@@ -98,12 +104,15 @@ def start(
     pids: int = 64,
     deadline: float = 60.0,
     patience: float = 30.0,
+    grace: float = 0.5,
     disk: int = 2048,
+    spec: Mapping[str, object] | None = None,
 ) -> Run:
     """Start a run of three tests, of which the second does `end`."""
     out = out or folder / "out"
     root = tiny_checkout.make(folder / "checkout", {"numerics/test_tiny": THREE.format(end=end, out=str(out))}, IDS)
-    said = json.dumps({"memory": memory, "pids": pids, "deadline": deadline, "patience": patience, "disk": disk})
+    told = {"memory": memory, "pids": pids, "deadline": deadline, "patience": patience, "grace": grace, "disk": disk}
+    said = json.dumps({**told, "spec": spec or {}})
     command = [sys.executable, "-c", DRIVER, said, "run", "--platform", "cpu", "--suite", "numerics", "--in", "docker"]
     command += ["--root", str(root), "--out", str(out), "--image", image, "--quiet", *args]
     environment = {**os.environ, "DOCKER_HOST": daemon.host, "PYTHONPATH": str(ROOT)}
@@ -140,6 +149,10 @@ def _interrupt(run: Run, daemon: Daemon) -> None:
     run.process.send_signal(signal.SIGINT)
 
 
+def _terminate(run: Run, daemon: Daemon) -> None:
+    run.process.send_signal(signal.SIGTERM)
+
+
 @dataclass(frozen=True)
 class Death:
     """One way to die; `act` is done to it while the second test runs. `rest` begins what is said of the third."""
@@ -153,6 +166,7 @@ class Death:
     act: Callable[[Run, Daemon], None] | None = None
     deadline: float = 60.0
     within: float = 30.0
+    grace: float = 0.5
 
 
 EAT = "b'x' * (600 << 20)"
@@ -181,6 +195,17 @@ DEATHS: Mapping[str, Death] = {
     "engine-stopped": Death(WAITS, Verdict.INFRA, "engine went away", 3, act=_restart(signal.SIGTERM)),
     "engine-killed": Death(WAITS, Verdict.INFRA, "engine went away", 3, act=_restart(signal.SIGKILL)),
     "ctrl-c": Death(WAITS, Verdict.INTERRUPTED, "was stopped", 130, act=_interrupt, within=10.0),
+    # With the grace of a real run: what a CI gives to a cancelled job is ten seconds.
+    "ctrl-c-ignored": Death(
+        f"print('waiting', flush=True); {STUBBORN}",
+        Verdict.INTERRUPTED,
+        "was stopped",
+        130,
+        act=_interrupt,
+        within=10.0,
+        grace=container.GRACE,
+    ),
+    "cancelled": Death(WAITS, Verdict.INTERRUPTED, "was stopped", 130, act=_terminate, within=10.0),
 }
 
 
@@ -189,7 +214,8 @@ DEATHS: Mapping[str, Death] = {
 def test_death(name: str, daemon: Daemon, image: str, tmp_path: Path) -> None:
     """Verdict, exit code, junit.xml; the test that had passed stays passed; no container is left; the gate agrees."""
     death = DEATHS[name]
-    run = start(daemon, image, tmp_path, death.end, args=("--retries", "0"), deadline=death.deadline)
+    args = ("--retries", "0")
+    run = start(daemon, image, tmp_path, death.end, args=args, deadline=death.deadline, grace=death.grace)
     if death.act is not None:
         run.until_the_second_test()
         death.act(run, daemon)
@@ -203,6 +229,36 @@ def test_death(name: str, daemon: Daemon, image: str, tmp_path: Path) -> None:
     assert death.told in found[death.what]
     last = found["test_tiny::test_3_last"]
     assert last.startswith(death.rest) if death.rest else not last, found
+    assert list(engine.ours(daemon.client())) == []
+    assert cli.main(["gate", str(run.out), "--json"]) == code
+
+
+FAKE = {"vendor": "amd", "gpus": [["amd", 0, "/dev/dri/renderD128", 44, 0o660]], "groups": [44]}
+#: What a container is told of a host that is not as the preflight has seen it -> verdict, and what the log says.
+HOSTS: Mapping[str, tuple[Mapping[str, object], Verdict, str]] = {
+    "no-kfd": (FAKE, Verdict.INFRA, "/dev/kfd"),
+    "unknown-group": ({"groups": ["render"]}, Verdict.INFRA, "expected numeric groups"),
+    "no-image": ({"image": "fp8ci-cpu:removed"}, Verdict.PULL, "expected the image on this engine"),
+}
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"host-{name}") for name in HOSTS])
+def test_container_that_cannot_start(name: str, daemon: Daemon, image: str, tmp_path: Path) -> None:
+    """The machine's fault, tried twice, in report and log; what did not run is an error for this reason, none a pass.
+
+    3, not 4: evidence that is missing is worse than a machine that fails (harness/errors.py).
+    """
+    spec, verdict, told = HOSTS[name]
+    run = start(daemon, image, tmp_path, "pass", spec=spec)
+    code, text, said = run.end()
+    found = cases(run.out)
+    assert code == 3, (found, text, said)
+    assert found.pop("suite::process").startswith(f"error {verdict}: no container of fp8ci-cpu:")
+    assert len(found) == 3
+    assert all(message.startswith("error MISSING: not run: no container of") for message in found.values()), found
+    assert [attempt["attempt"] for attempt in json.loads((run.out / "run.json").read_text())["attempts"]] == [1, 2]
+    assert told in (run.out / "logs" / "numerics.log").read_text()
     assert list(engine.ours(daemon.client())) == []
     assert cli.main(["gate", str(run.out), "--json"]) == code
 

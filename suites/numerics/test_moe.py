@@ -480,9 +480,7 @@ def test_mxfp8_gradients_against_the_twin(fmt: str, device: str, seed: int, reco
         record_property(f"{name}_sqnr_db", measured)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="kernels in a graph; on a CPU unit/test_moe.py compiles a layer"
-)
+@pytest.mark.requires(gpus=1)  # kernels in a graph; on a CPU unit/test_moe.py compiles a layer
 @cases("compiled", formats_=("e4m3fnuz",), recipes=("rowwise",))
 def test_compiled(
     recipe: str,
@@ -509,9 +507,7 @@ def test_compiled(
         assert_bits_equal(other, one, what)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="kernels in a graph; on a CPU unit/test_moe.py compiles a layer"
-)
+@pytest.mark.requires(gpus=1)  # kernels in a graph; on a CPU unit/test_moe.py compiles a layer
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, id=f"moe-{name}-layer-compiled") for name in ("bf16", "rowwise")]
 )

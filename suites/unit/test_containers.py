@@ -1,6 +1,6 @@
 """Runs in containers without an engine: payloads of hosts that are not at hand, ends, logs, owners, GPUs and locks.
 
-The payloads are compared with `corpus/payloads.json`, which was read line by line against harness.md section 10 when it
+The payloads are compared with `payloads.json`, which was read line by line against harness.md section 10 when it
 was recorded: `python -m suites.unit.test_containers` writes it again. What an engine does with them is tested on a real
 one (suites/engine).
 """
@@ -27,7 +27,7 @@ from harness.errors import VERDICTS, ConfigError, DirtyGpuError, InfraError, Usa
 from harness.executor import Command
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDED = Path(__file__).parent / "corpus" / "payloads.json"
+RECORDED = Path(__file__).parent / "payloads.json"
 PLAIN = Engine("28.2.2", "x86_64", 512 << 30, "/var/lib/docker", "overlay2", False, False, frozenset(), (), False)
 FULL = replace(PLAIN, limits=frozenset({"memory", "swap", "pids"}))
 
@@ -439,6 +439,28 @@ def test_the_devices_answer_is_found_behind_warnings() -> None:
     assert contained._last_object(log, "the probe") == {"vendor": "amd"}
     with pytest.raises(InfraError, match="printed"):
         contained._last_object("nothing", "the probe")
+
+
+@pytest.mark.parametrize("required", [pytest.param("", id="skipped"), pytest.param("required", id="required")])
+def test_no_engine_is_said(required: str, tmp_path: Path) -> None:
+    """Without an engine the tests of suites/engine are skipped and say why; where it is required they are errors."""
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "suites/engine",
+        "-k",
+        "test_log_is_whole",
+        "-rsE",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {**os.environ, "PATH": str(tmp_path), "FP8CI_ENGINE": required}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if required else 0), done.stdout
+    assert ("1 error" if required else "1 skipped") in done.stdout
+    assert "no container engine can be had: it takes " in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def record() -> None:

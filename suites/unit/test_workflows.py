@@ -1,4 +1,4 @@
-"""The workflow and the tox environments hold the rules that keep a gate from turning green by accident."""
+"""The workflows and the tox environments hold the rules that keep a gate from turning green by accident."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from harness import platforms
 from harness.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-GATE = (ROOT / ".github/workflows/gate.yml").read_text(encoding="utf-8")
+WORKFLOWS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml")}
+GATE = WORKFLOWS["gate"]
 TOX = (ROOT / "tox.ini").read_text(encoding="utf-8")
 
 
-def job(name: str) -> str:
+def job(name: str, text: str = GATE) -> str:
     """The text of one job."""
-    found = re.search(rf"^  {name}:\n(.*?)(?=^  \w+:\n|\Z)", GATE, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^  {name}:\n(.*?)(?=^  \w+:\n|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found, name
     return found[1]
 
@@ -47,17 +48,59 @@ def test_evidence_is_uploaded_whatever_happened() -> None:
     assert "if-no-files-found: error" in upload
 
 
-def test_one_command_a_step_pinned_and_without_rights() -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"workflow-{name}") for name in sorted(WORKFLOWS)])
+def test_actions_are_pinned_and_without_rights(name: str) -> None:
     """Actions by SHA, no permission but reading, no credentials left behind, no pull_request_target."""
-    uses = re.findall(r"uses: (\S+)", GATE)
+    text = WORKFLOWS[name]
+    uses = re.findall(r"uses: (\S+)", text)
     assert uses
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in uses)
-    assert GATE.count("persist-credentials: false") == sum("checkout@" in action for action in uses)
-    assert "permissions: {}" in GATE
-    assert "pull_request_target" not in GATE
-    assert "  merge_group:\n" in GATE
-    assert set(re.findall(r"^\s+(\w+): (?:read|write)", GATE, re.MULTILINE)) == {"contents"}
-    assert "write" not in re.findall(r"permissions:\n(.*?)\n", GATE)
+    assert text.count("persist-credentials: false") == sum("checkout@" in action for action in uses)
+    assert "\npermissions: {}\n" in text
+    assert "\nconcurrency:\n" in text
+    assert "pull_request_target" not in text
+    assert set(re.findall(r"^\s+(\w+): (?:read|write)", text, re.MULTILINE)) == {"contents"}
+    assert "write" not in re.findall(r"permissions:\n(.*?)\n", text)
+
+
+def test_triggers() -> None:
+    """The gate runs before a merge, also in a queue; nothing else does, so that nothing waits for it."""
+    triggers = {
+        name: set(re.findall(r"^  (\w+):", text.partition("\non:\n")[2].partition("\n\n")[0], re.MULTILINE))
+        for name, text in WORKFLOWS.items()
+    }
+    assert triggers == {
+        "gate": {"pull_request", "merge_group"},
+        "nightly": {"schedule", "workflow_dispatch"},
+        "images": {"push", "schedule", "workflow_dispatch"},
+    }
+
+
+def test_a_fork_waits_for_a_reviewer() -> None:
+    """Its code reaches a runner only through an environment, and only where that is known to have reviewers."""
+    condition = job("run").partition("    if: >-\n")[2].partition("    environment:")[0]
+    assert "(!github.event.pull_request.head.repo.fork || vars.FP8CI_FORKS == 'reviewed')" in condition
+    assert "environment: ${{ github.event.pull_request.head.repo.fork && 'forks' || '' }}" in job("run")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"image-before-{name}") for name in ("gate", "nightly")])
+def test_an_image_is_built_before_it_is_needed(name: str) -> None:
+    """A run in a container finds the image of its own checkout: without this step a change of docker/ never could."""
+    steps = job("run", WORKFLOWS[name])
+    build = steps.index("""      - if: matrix.env != 'cpu'\n        run: .venv/bin/tox -e "image-$TOX_ENV"\n""")
+    assert build < steps.index("""tox -e "$TOX_ENV" """)
+    for image in {row.image for row in platforms.PLATFORMS.values()}:
+        assert re.search(rf"^    {image}: fp8ci image build {image} ", TOX, re.MULTILINE), image
+
+
+def test_drift_pins_nothing() -> None:
+    """The lane of the newest versions takes no constraint, in an environment of its own, and judges as the main job."""
+    section = TOX.partition("[testenv:drift]\n")[2].partition("\n[")[0]
+    assert "torch\n" in section
+    assert "constraints" not in section
+    assert "env_dir" not in section
+    assert "fp8ci run --platform cpu {posargs}" in section
+    assert "tox -e drift " in job("drift", WORKFLOWS["nightly"])
 
 
 def test_code_owners_cover_what_judges() -> None:

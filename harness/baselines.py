@@ -169,7 +169,8 @@ def malformed(path: Path, what: str) -> ConfigError:
     )
 
 
-def _decode(path: Path, kind: type[_T]) -> _T:
+def decode(path: Path, kind: type[_T]) -> _T:
+    """A baseline file, strictly: unknown fields and NaN are errors. Raises ConfigError."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -219,7 +220,7 @@ def load_loss(path: Path, platform: str | None = None) -> LossBaseline:
     Raises:
         ConfigError: malformed; one line naming file, key and the way out, exit 2.
     """
-    baseline = _decode(path, LossBaseline)
+    baseline = decode(path, LossBaseline)
     if platform is not None and baseline.platform != platform:
         raise malformed(path, f"key 'platform' says {baseline.platform!r}, expected {platform!r}")
     seen: set[tuple[Any, ...]] = set()
@@ -265,7 +266,7 @@ def _has_provenance(provenance: Provenance) -> bool:
 
 def load_codegen(path: Path, arch: str | None = None) -> CodegenBaseline:
     """Read `codegen.json` strictly. Raises ConfigError as load_loss does."""
-    baseline = _decode(path, CodegenBaseline)
+    baseline = decode(path, CodegenBaseline)
     if arch is not None and baseline.arch != arch:
         raise malformed(path, f"key 'arch' says {baseline.arch!r}, expected {arch!r}")
     versions: set[str] = set()

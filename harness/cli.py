@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--retries", type=int, default=1, metavar="N", help="tries more of a suite that the machine ended (default: 1)"
     )
+    run.add_argument(
+        "--against", metavar="BASE", help="perf: launch this commit in turns with its merge base with BASE"
+    )
     run.add_argument("--quiet", action="store_true", help="no progress on stderr")
     run.set_defaults(call=_run)
 
@@ -126,6 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("after", type=Path, metavar="DIR_B", help="another one")
     diff.add_argument("--json", action="store_true", help="one JSON object")
     diff.set_defaults(call=_diff)
+
+    history = commands.add_parser("history", help="how each speed row moved over several runs, and near which commit")
+    history.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="folders that `fp8ci run` has written")
+    history.add_argument("--json", action="store_true", help="a JSON array, an object a row")
+    history.set_defaults(call=_history)
 
     merge = commands.add_parser("merge", help="merge anybody's JUnit files into one that every reader reads the same")
     merge.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="JUnit files, malformed ones too")
@@ -229,6 +237,20 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
         parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
         parser.set_defaults(call=_record)
+    calibrate = commands.add_parser(
+        "calibrate", help="run the perf suite several times on one commit: noise and smallest effect of each row"
+    )
+    calibrate.add_argument("--platform", default="auto", metavar="ID", help="auto or a platform's id (default: auto)")
+    calibrate.add_argument("--case", metavar="GLOB,...", help="only these rows")
+    calibrate.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    calibrate.add_argument("--runs", type=int, metavar="N", help="runs of three launches each (default: 4)")
+    calibrate.add_argument(
+        "--from", dest="sources", type=Path, action="append", default=[], metavar="DIR", help="take existing evidence"
+    )
+    calibrate.add_argument("--loosen", metavar="REASON", help="allow wider limits; for LOG.md")
+    calibrate.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence")
+    calibrate.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    calibrate.set_defaults(call=_calibrate)
     lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
     lint.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     lint.set_defaults(call=_lint)
@@ -276,11 +298,31 @@ def _run(options: argparse.Namespace) -> int:
         machine_failed=deaths.machine_failed,
     )
     gate.check_files(root / "baselines", platform)
-    evidence = running.execute(request)
+    _alone(request.suites, options.pytest_args, options.against)
+    if options.against is None:
+        evidence = running.execute(request)
+    else:
+        from dataclasses import replace
+
+        from harness import against
+
+        with against.base(root, options.against) as environment:
+            evidence = running.execute(replace(request, env_overrides={**request.env_overrides, **environment}))
     judgement, text = _report(evidence)
     _print(text)
     _say(f"evidence: {evidence}")
     return judgement.exit_code
+
+
+def _alone(suites: Sequence[str], pytest_args: Sequence[str], against: str | None) -> None:
+    """What only the perf suite takes, and what it does not."""
+    if "perf" in suites and any(item.startswith(("-n", "--numprocesses", "--dist")) for item in pytest_args):
+        raise UsageError(
+            "the perf suite runs in one process", "no -n, --numprocesses or --dist after --",
+            "two processes on one device time each other; leave it out",
+        )  # fmt: skip
+    if against is not None and tuple(suites) != ("perf",):
+        raise UsageError("--against is for the perf suite alone", "--suite perf", "run the other suites without it")
 
 
 def _run_contained(options: argparse.Namespace, root: Path) -> int:
@@ -315,10 +357,10 @@ def _run_contained(options: argparse.Namespace, root: Path) -> int:
 
 
 def _report(evidence: Path) -> tuple[Judgement, str]:
-    """Judge, write junit.xml, summary.md and the charts of curves; returns the judgement and the summary's text."""
+    """Judge, write junit.xml, summary.md and the charts; returns the judgement and the summary's text."""
     from harness import gate, junit
     from harness.baselines import write_atomic
-    from harness.report import losschart, summary
+    from harness.report import losschart, roofline, summary
 
     run = gate.read_run(evidence)
     judgement = gate.judge(evidence)
@@ -326,6 +368,7 @@ def _report(evidence: Path) -> tuple[Judgement, str]:
     text = summary.render(judgement, run)
     write_atomic(evidence / "summary.md", text)
     losschart.write(evidence, judgement, str(run["platform"]))
+    roofline.write(evidence, judgement, str(run["platform"]))
     return judgement, text
 
 
@@ -428,6 +471,14 @@ def _diff(options: argparse.Namespace) -> int:
 
     found = differences.between(options.before, options.after)
     _print(json.dumps(found.as_dict(), indent=1) + "\n" if options.json else found.text)
+    return 0
+
+
+def _history(options: argparse.Namespace) -> int:
+    from harness import history
+
+    trends = history.of(options.folders)
+    _print(json.dumps(history.as_dict(trends), indent=1) + "\n" if options.json else history.render(trends))
     return 0
 
 
@@ -618,6 +669,59 @@ def _record(options: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    import datetime
+
+    from harness import calibrate, gate, proposal, record
+    from harness import run as running
+
+    root = _root(options.root)
+    if options.sources and options.runs is not None:
+        raise UsageError("--runs and --from exclude each other", "one of them", "--from takes runs that exist")
+    runs = calibrate.DEFAULT_RUNS if options.runs is None else options.runs
+    if runs < 1:
+        raise UsageError(f"--runs is {runs}", "1 or more", "noise needs five launches, two runs")
+    if options.sources:
+        named = sorted({str(gate.read_run(folder)["platform"]) for folder in options.sources})
+        if len(named) > 1:
+            raise UsageError(f"the evidence is of {' and '.join(named)}", "one platform", "calibrate them one by one")
+        platform, _ = _resolve(named[0])
+        for folder in options.sources:
+            calibrate.check(folder)
+        evidence = list(options.sources)
+    else:
+        platform, reason = _resolve(options.platform)
+        if platform.vendor == "cpu":
+            raise UsageError("speed is not measured on a CPU", "a platform with a GPU", "calibrate on such a machine")
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        base = options.out or root / "evidence" / f"calibrate-{platform.id}-{stamp}"
+
+        def execute(name: str) -> Path:
+            request = running.RunRequest(
+                root=root,
+                platform=platform,
+                platform_reason=reason,
+                suites=(calibrate.SUITE,),
+                case=options.case,
+                out=base / name,
+                pytest_args=(),
+                policy="pull-request",
+                progress=not options.quiet,
+            )
+            found = running.execute(request)
+            _report(found)
+            return found
+
+        evidence = calibrate.run_all(runs, execute, _say)
+    change, known = calibrate.changes(root, platform, evidence)
+    proposal.add_up(root, [change])
+    for line in record.write(root, [change], options.loosen):
+        _print(line + "\n")
+    for row in known:
+        _print(row.told + "\n")
+    return 0
+
+
 def _nudged(evidence: Path) -> bool:
     """Whether a folder holds nudged runs, by its own loss files."""
     from harness import baselines
@@ -626,10 +730,10 @@ def _nudged(evidence: Path) -> bool:
 
 
 def _lint(options: argparse.Namespace) -> int:
-    from harness import across, record
+    from harness import across, calibrate, record
 
     root = _root(options.root)
-    problems = [*record.lint(root), *across.lint(root)]
+    problems = [*record.lint(root), *across.lint(root), *calibrate.lint(root)]
     for problem in problems:
         _print(problem + "\n")
     if not problems:

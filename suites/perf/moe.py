@@ -568,6 +568,12 @@ def layer_step(
     return lambda: differentiated(lambda: layer(x), (x, *parameters), dy)
 
 
+def compiled_step(size: Layer, fields: dict[str, object] | None, where: torch.device) -> Step:
+    """Forward and backward of a compiled layer, in FP8 unless fields is None (make_layer)."""
+    module = make_layer(size, fields, device.detect(where), where)
+    return layer_step(size, _compiled(module), module, where)
+
+
 def _compiled(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.compile(module, fullgraph=True, dynamic=False, options=inductor.options())
 

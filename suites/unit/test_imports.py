@@ -45,7 +45,11 @@ HARNESS: dict[str, int] = {
     "baselines": 3,
     "bands": 4,
     "fingerprint": 4,  # what a measurement was made with
-    "speed": 4,
+    "samples": 4,  # files of speed
+    "speed": 5,
+    "speedgate": 6,  # which recorded runs judge a row
+    "against": 9,  # a checkout of the merge base, for launches in turns
+    "calibrate": 10,  # several runs of one commit, into a baseline
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
     "junit_reader": 5,  # other people's JUnit
@@ -65,7 +69,7 @@ HARNESS: dict[str, int] = {
     "judged_with": 8,  # another checkout's judgement, in a process of its own
     "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,
-    "history": 8,
+    "history": 8,  # rows of speed over several runs
     "power": 8,  # how small a drift the bands see
     "rebuilt": 8,  # evidence made from baselines
     "perturb": 8,  # evidence made wrong, for the self-test
@@ -94,10 +98,11 @@ EXECUTES = {
     "progress",
     "run",
     "listings",
+    "against",
     "doctor",
     "contained",
 }
-JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report", "combine"}
+JUDGES = {"bands", "samples", "speed", "speedgate", "machinecode", "deaths", "junit", "gate", "report", "combine"}
 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {

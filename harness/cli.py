@@ -281,7 +281,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.retries < 0:
         raise UsageError(f"--retries is {options.retries}", "0 or more", "correct it")
     root = _root(options.root)
+    _alone(_suites(options.suite), options.pytest_args, options.against)
     if where == "docker":
+        if options.against is not None:
+            raise UsageError(
+                "--against compares two working trees of this machine", "a run without --in docker",
+                "start it in the container's image by hand, or leave --against out",
+            )  # fmt: skip
         return _run_contained(options, root)
     platform, reason = _resolve(options.platform)
     request = running.RunRequest(
@@ -298,7 +304,6 @@ def _run(options: argparse.Namespace) -> int:
         machine_failed=deaths.machine_failed,
     )
     gate.check_files(root / "baselines", platform)
-    _alone(request.suites, options.pytest_args, options.against)
     if options.against is None:
         evidence = running.execute(request)
     else:

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import files
 from harness.errors import MACHINE, VERDICTS, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal import Journal, ProcessRecord, SessionRecord, TestRecord
@@ -86,10 +87,7 @@ def log_tail(evidence: Path, suite: str, lines: int = LOG_LINES) -> str:
     """The last lines of the suite's log; a note where there is none."""
     path = evidence / "logs" / f"{suite}.log"
     try:
-        with path.open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - 256 * lines))
-            text = stream.read().decode("utf-8", "replace")
+        text = files.tail(path, 256 * lines).decode("utf-8", "replace")
     except OSError as error:
         return f"(logs/{suite}.log cannot be read: {error.strerror})"
     return "\n".join(text.splitlines()[-lines:])

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from harness import files
 from harness.errors import DiskError, MissingError, UnreadableError
 
 FILE_NAME = "journal.jsonl"
@@ -424,7 +425,7 @@ class JournalTail:
     def read(self) -> list[dict[str, Any]]:
         """New events since the last call; none while the file does not exist. What is no event is passed over."""
         try:
-            with self._path.open("rb") as stream:
+            with files.open_regular(self._path) as stream:
                 stream.seek(self._position)
                 data = stream.read()
         except FileNotFoundError:
@@ -446,7 +447,7 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
 def read_events(path: Path, damage: list[str]) -> Iterator[dict[str, Any]]:
     """The events of a journal in order; what cannot be read is described in `damage` and passed over."""
     try:
-        stream = path.open("rb")
+        stream = files.open_regular(path)
     except FileNotFoundError:
         raise MissingError(
             f"{path} does not exist", "the journal that every run writes", "name a folder that `fp8ci run` has written"

@@ -199,9 +199,8 @@ def _journaled(found: _Evidence) -> list[Result]:
         log = deaths.log_tail(found.folder, suite)
         _, session = deaths.last_of(found.journal, suite)
         death = deaths.of_suite(found.journal, suite, found.folder)
-        interrupted = session is not None and session.rc == deaths.PYTEST_INTERRUPTED
-        if death is None and interrupted:
-            death = deaths.Death(Verdict.INTERRUPTED, "pytest was interrupted")
+        if death is None and session is not None:
+            death = deaths.stop_of(found.journal, suite, session)
         crashed = deaths.crashed_tests(found.journal, suite, log)
         for record in found.journal.tests.values():
             if record.suite == suite:
@@ -629,6 +628,9 @@ def _narrowed(found: _Evidence) -> Iterator[Result]:
         yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
         return
     for suite in found.suites:
+        if suite in found.journal.uncounted:
+            what = "nobody counted how many tests pytest's own arguments deselected; all must run"
+            yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)
         if found.journal.deselected.get(suite):
             what = f"{found.journal.deselected[suite]} tests were deselected by pytest's own arguments; all must run"
             yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)

@@ -38,8 +38,8 @@ instrument that does not share the policy's blindness. It counts the outermost k
 did not see, or an op that looks like one and is not in `GEMMS`, is an error.
 
 **Compile.** Each block's forward, as one graph (fullgraph, static shapes). `Compiler.graphs` counts what was compiled;
-a graph beyond the first step's is a recompile.
-
+a graph beyond the first step's is a recompile. Inductor gets `inductor.options()`, without which its gradients can be
+wrong, silently; whoever compiles by himself passes them too.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fp8stack import inductor
 from fp8stack.config import ConfigError
 from fp8stack.models import Transformer
 from fp8stack.moe import MoE
@@ -466,11 +467,12 @@ class Compiler:
             # The plain aot_eager has no partitioner, so it would ignore what activation checkpointing wants.
             "aot_eager_decomp_partition" if backend == "aot_eager" else backend
         )
+        self._keywords = {"config_patches": inductor.options()} if backend == "inductor" else {}
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """What torch.compile asks of a backend."""
         self.graphs += 1
-        return self._backend(graph, inputs)
+        return self._backend(graph, inputs, **self._keywords)
 
 
 def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:

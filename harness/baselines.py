@@ -59,6 +59,8 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     runtime: str | None = None
     """ROCm or CUDA version of the torch build."""
     image_digest: str | None = None
+    partition: str | msgspec.UnsetType = msgspec.UNSET
+    """Compute and memory mode of an AMD GPU, such as `SPX/NPS1`; left out where there is none."""
 
 
 class LossRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -168,7 +170,8 @@ def malformed(path: Path, what: str) -> ConfigError:
     )
 
 
-def _decode(path: Path, kind: type[_T]) -> _T:
+def decode(path: Path, kind: type[_T]) -> _T:
+    """A baseline file, strictly: unknown fields and NaN are errors. Raises ConfigError."""
     try:
         raw = files.read_bytes(path)
     except OSError as error:
@@ -218,7 +221,7 @@ def load_loss(path: Path, platform: str | None = None) -> LossBaseline:
     Raises:
         ConfigError: malformed; one line naming file, key and the way out, exit 2.
     """
-    baseline = _decode(path, LossBaseline)
+    baseline = decode(path, LossBaseline)
     if platform is not None and baseline.platform != platform:
         raise malformed(path, f"key 'platform' says {baseline.platform!r}, expected {platform!r}")
     seen: set[tuple[Any, ...]] = set()
@@ -264,7 +267,7 @@ def _has_provenance(provenance: Provenance) -> bool:
 
 def load_codegen(path: Path, arch: str | None = None) -> CodegenBaseline:
     """Read `codegen.json` strictly. Raises ConfigError as load_loss does."""
-    baseline = _decode(path, CodegenBaseline)
+    baseline = decode(path, CodegenBaseline)
     if arch is not None and baseline.arch != arch:
         raise malformed(path, f"key 'arch' says {baseline.arch!r}, expected {arch!r}")
     versions: set[str] = set()

@@ -10,7 +10,6 @@ The canary has a deadline: on a hung GPU it hangs as well. Not here: what follow
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,9 +34,9 @@ def suspected(log: str) -> str | None:
     return next((fault for fault in FAULTS if fault in log), None)
 
 
-def command(environment: Mapping[str, str], folder: Path, log: Path) -> Command:
-    """The canary as a command: in the environment of the process that died, writing into a log of its own."""
-    return Command((sys.executable, "-c", CODE), environment, folder, DEADLINE, log)
+def command(python: str, environment: Mapping[str, str], folder: Path, log: Path) -> Command:
+    """The canary as a command: interpreter and environment of the process that died, a log of its own."""
+    return Command((python, "-c", CODE), environment, folder, DEADLINE, log)
 
 
 def told(ended: Ended, log: str) -> str:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, TextIO
 from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict, worst_exit
 
 if TYPE_CHECKING:
+    from harness.doctor import Asked
     from harness.perturb import Outcome
     from harness.platforms import Platform
     from harness.power import Power
     from harness.result import Judgement
 
 POLICIES = ("pull-request", "main")
+PLACES = ("local", "docker")
 _EXITS = "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
 
 
@@ -71,11 +73,14 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="run suites, judge them, write an evidence folder")
     _selection(run)
-    run.add_argument("--in", dest="where", choices=("local",), default=None, help="where tests run (default: local)")
+    _where(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="evidence folder (default: evidence/PLATFORM-TIME-ID)")
     run.add_argument("--policy", choices=POLICIES, help="on main IMPROVED is red (default: from GITHUB_EVENT_NAME)")
     run.add_argument(
         "--retries", type=int, default=1, metavar="N", help="tries more of a suite that the machine ended (default: 1)"
+    )
+    run.add_argument(
+        "--against", metavar="BASE", help="perf: launch this commit in turns with its merge base with BASE"
     )
     run.add_argument("--quiet", action="store_true", help="no progress on stderr")
     run.set_defaults(call=_run)
@@ -83,7 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="print what would run, what would be skipped and why, and stop")
     _selection(plan)
     plan.add_argument("--json", action="store_true", help="one JSON object")
+    plan.add_argument("--docker", action="store_true", help="print a `docker run` a suite, to be pasted; ask no test")
+    _container(plan)
     plan.set_defaults(call=_plan)
+
+    doctor = commands.add_parser("doctor", help="would a run start here, and if not, what to do about it")
+    doctor.add_argument(
+        "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
+    )
+    _where(doctor)
+    doctor.add_argument("--json", action="store_true", help="a JSON array, an object a check")
+    doctor.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    doctor.set_defaults(call=_doctor)
+
+    _image(commands.add_parser("image", help="the images that runs in containers use"))
 
     gate = commands.add_parser("gate", help="judge evidence again, on any machine, without torch")
     gate.add_argument(
@@ -112,6 +130,11 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", action="store_true", help="one JSON object")
     diff.set_defaults(call=_diff)
 
+    history = commands.add_parser("history", help="how each speed row moved over several runs, and near which commit")
+    history.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="folders that `fp8ci run` has written")
+    history.add_argument("--json", action="store_true", help="a JSON array, an object a row")
+    history.set_defaults(call=_history)
+
     merge = commands.add_parser("merge", help="merge anybody's JUnit files into one that every reader reads the same")
     merge.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="JUnit files, malformed ones too")
     merge.add_argument("--out", type=Path, metavar="FILE", required=True, help="the merged file")
@@ -134,7 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     selftest.set_defaults(call=_selftest)
 
     platforms = commands.add_parser("platforms", help="list the platforms")
-    platforms.add_argument("--json", action="store_true", help="a JSON array, as a CI matrix wants it")
+    platforms.add_argument("--json", action="store_true", help="a JSON array")
+    platforms.add_argument(
+        "--matrix", metavar="ID,...", help="lines for $GITHUB_OUTPUT: a job of a matrix for each of these platforms"
+    )
     platforms.set_defaults(call=_platforms)
 
     _baseline(commands.add_parser("baseline", help="record or check baselines"))
@@ -145,6 +171,34 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("verdict", nargs="?", metavar="VERDICT", help="one of the verdicts; none lists them all")
     explain.set_defaults(call=_explain)
     return parser
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    """Where tests run, and in which container."""
+    parser.add_argument(
+        "--in", dest="where", choices=PLACES, default=None, help="where tests run (default: FP8CI_IN, else local)"
+    )
+    _container(parser)
+
+
+def _container(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of a container run (default: 1)")
+    parser.add_argument(
+        "--image", metavar="TAG", help="image of a container run (default: FP8CI_IMAGE, or the checkout's)"
+    )
+
+
+def _image(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="image_command", required=True, metavar="COMMAND")
+    build = commands.add_parser("build", help="build an image of this checkout, unless the engine has it")
+    tag = commands.add_parser("tag", help="print what an image of this checkout is called")
+    for command in (build, tag):
+        command.add_argument("name", metavar="NAME", help="a row of docker/images.toml: cpu, rocm or cuda")
+        command.add_argument("--base", metavar="IMAGE", help="in place of the base that the table names")
+        command.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+        command.set_defaults(call=_images)
+    build.add_argument("--wheels", type=Path, metavar="DIR", help="install from these wheels, and from no index")
+    build.add_argument("--ca", type=Path, metavar="FILE", help="certificates that pip must trust while it builds")
 
 
 def _selection(parser: argparse.ArgumentParser) -> None:
@@ -183,6 +237,20 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
         parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
         parser.set_defaults(call=_record)
+    calibrate = commands.add_parser(
+        "calibrate", help="run the perf suite several times on one commit: noise and smallest effect of each row"
+    )
+    calibrate.add_argument("--platform", default="auto", metavar="ID", help="auto or a platform's id (default: auto)")
+    calibrate.add_argument("--case", metavar="GLOB,...", help="only these rows")
+    calibrate.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
+    calibrate.add_argument("--runs", type=int, metavar="N", help="runs of three launches each (default: 4)")
+    calibrate.add_argument(
+        "--from", dest="sources", type=Path, action="append", default=[], metavar="DIR", help="take existing evidence"
+    )
+    calibrate.add_argument("--loosen", metavar="REASON", help="allow wider limits; for LOG.md")
+    calibrate.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence")
+    calibrate.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    calibrate.set_defaults(call=_calibrate)
     lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
     lint.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     lint.set_defaults(call=_lint)
@@ -206,15 +274,21 @@ def _run(options: argparse.Namespace) -> int:
     from harness import deaths, gate
     from harness import run as running
 
-    where = os.environ.get("FP8CI_IN") or options.where or "local"
-    if where != "local":
-        raise UsageError(f"tests cannot run in {where!r} yet", "local", "leave FP8CI_IN unset or set it to local")
+    where = _place(options)
     ours = next((item for item in options.pytest_args if item.startswith("--fp8-")), None)
     if ours is not None:
         raise UsageError(f"{ours} is set by `fp8ci run` itself", "pytest's own options after --", "use --case or --out")
     if options.retries < 0:
         raise UsageError(f"--retries is {options.retries}", "0 or more", "correct it")
     root = _root(options.root)
+    _alone(_suites(options.suite), options.pytest_args, options.against)
+    if where == "docker":
+        if options.against is not None:
+            raise UsageError(
+                "--against compares two working trees of this machine", "a run without --in docker",
+                "start it in the container's image by hand, or leave --against out",
+            )  # fmt: skip
+        return _run_contained(options, root)
     platform, reason = _resolve(options.platform)
     request = running.RunRequest(
         root=root,
@@ -230,7 +304,57 @@ def _run(options: argparse.Namespace) -> int:
         machine_failed=deaths.machine_failed,
     )
     gate.check_files(root / "baselines", platform)
-    evidence = running.execute(request)
+    if options.against is None:
+        evidence = running.execute(request)
+    else:
+        from dataclasses import replace
+
+        from harness import against
+
+        with against.base(root, options.against) as environment:
+            evidence = running.execute(replace(request, env_overrides={**request.env_overrides, **environment}))
+    judgement, text = _report(evidence)
+    _print(text)
+    _say(f"evidence: {evidence}")
+    return judgement.exit_code
+
+
+def _alone(suites: Sequence[str], pytest_args: Sequence[str], against: str | None) -> None:
+    """What only the perf suite takes, and what it does not."""
+    if "perf" in suites and any(item.startswith(("-n", "--numprocesses", "--dist")) for item in pytest_args):
+        raise UsageError(
+            "the perf suite runs in one process", "no -n, --numprocesses or --dist after --",
+            "two processes on one device time each other; leave it out",
+        )  # fmt: skip
+    if against is not None and tuple(suites) != ("perf",):
+        raise UsageError("--against is for the perf suite alone", "--suite perf", "run the other suites without it")
+
+
+def _run_contained(options: argparse.Namespace, root: Path) -> int:
+    """As `run`, each suite in a container. What keeps it from starting is one line, and starts nothing."""
+    from harness import contained, deaths, gate
+    from harness import run as running
+
+    suites = _suites(options.suite)
+    with contained.opened(_asked(options, root, docker=True), max(1, len(suites) or 3), _say) as opened:
+        request = running.RunRequest(
+            root=root,
+            platform=opened.platform,
+            platform_reason=opened.reason,
+            suites=suites,
+            case=options.case,
+            out=options.out,
+            pytest_args=options.pytest_args,
+            policy=options.policy or policy_of(os.environ),
+            progress=not options.quiet,
+            retries=options.retries,
+            machine_failed=deaths.machine_failed,
+            place=opened.place,
+            ask=opened.ask,
+            told=opened.told,
+        )
+        gate.check_files(root / "baselines", opened.platform)
+        evidence = running.execute(request, opened.executor)
     judgement, text = _report(evidence)
     _print(text)
     _say(f"evidence: {evidence}")
@@ -238,10 +362,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(evidence: Path) -> tuple[Judgement, str]:
-    """Judge, write junit.xml, summary.md and the charts of curves; returns the judgement and the summary's text."""
+    """Judge, write junit.xml, summary.md and the charts; returns the judgement and the summary's text."""
     from harness import gate, junit
     from harness.baselines import write_atomic
-    from harness.report import losschart, summary
+    from harness.report import losschart, roofline, summary
 
     run = gate.read_run(evidence)
     judgement = gate.judge(evidence)
@@ -249,6 +373,7 @@ def _report(evidence: Path) -> tuple[Judgement, str]:
     text = summary.render(judgement, run)
     write_atomic(evidence / "summary.md", text)
     losschart.write(evidence, judgement, str(run["platform"]))
+    roofline.write(evidence, judgement, str(run["platform"]))
     return judgement, text
 
 
@@ -257,6 +382,12 @@ def _plan(options: argparse.Namespace) -> int:
     from harness.local import LocalExecutor
 
     root = _root(options.root)
+    if options.docker:
+        from harness import contained
+
+        for line in contained.run_lines(_asked(options, root, docker=True), _suites(options.suite), options.case, ()):
+            _print(line + "\n")
+        return 0
     platform, reason = _resolve(options.platform)
     planned = plan.collect(
         root, platform, reason, suites=_suites(options.suite), case=options.case, executor=LocalExecutor()
@@ -288,9 +419,9 @@ def _gate(options: argparse.Namespace) -> int:
         raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
     alone = options.paths[0] if len(options.paths) == 1 and not expect else None
     if alone is None or alone.is_file():
-        if options.current or options.judge_with or options.base:
+        if options.current or options.base or (options.judge_with and not expect):
             raise UsageError("--current, --judge-with and --base take one folder", "one DIR", "judge them one by one")
-        return _gate_several(options.paths, expect, options.whole, options.json)
+        return _gate_several(options.paths, expect, options.whole, options.json, options.judge_with)
     run = gate.read_run(alone)
     if options.judge_with is not None:
         from harness import judged_with
@@ -321,14 +452,23 @@ def _gate(options: argparse.Namespace) -> int:
     return judgement.exit_code
 
 
-def _gate_several(paths: Sequence[Path], expect: Sequence[str], whole: bool, as_json: bool) -> int:
-    from harness import combine
+def _gate_several(
+    paths: Sequence[Path], expect: Sequence[str], whole: bool, as_json: bool, judge_with: Path | None
+) -> int:
+    from harness import combine, judged_with
     from harness.report import summary
 
     judgement, pieces = combine.judge(paths, expect, whole)
     rows = [(str(piece.path), piece.label, piece.judgement) for piece in pieces]
-    _print(json.dumps(judgement.as_dict()) + "\n" if as_json else summary.render_several(judgement, rows))
-    return judgement.exit_code
+    folders = [path for path in paths if judge_with is not None and (path / "run.json").is_file()]
+    both = [judged_with.judge(path, judge_with) for path in folders if judge_with is not None]
+    code = worst_exit([judgement.exit_code, *(each.exit_code for each in both)])
+    if as_json:
+        told = {**judgement.as_dict(), "exit_code": code, "judged_with": [each.as_dict() for each in both]}
+        _print(json.dumps(told if judge_with is not None else judgement.as_dict()) + "\n")
+    else:
+        _print("\n".join([*(each.text for each in both), summary.render_several(judgement, rows)]))
+    return code
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -336,6 +476,14 @@ def _diff(options: argparse.Namespace) -> int:
 
     found = differences.between(options.before, options.after)
     _print(json.dumps(found.as_dict(), indent=1) + "\n" if options.json else found.text)
+    return 0
+
+
+def _history(options: argparse.Namespace) -> int:
+    from harness import history
+
+    trends = history.of(options.folders)
+    _print(json.dumps(history.as_dict(trends), indent=1) + "\n" if options.json else history.render(trends))
     return 0
 
 
@@ -408,9 +556,40 @@ def _perturbed(
     return found, power.of_platform(root, platform)
 
 
-def _platforms(options: argparse.Namespace) -> int:
-    from harness.platforms import PLATFORMS
+def _doctor(options: argparse.Namespace) -> int:
+    from harness import doctor
 
+    asked = _asked(options, _root(options.root), docker=_place(options) == "docker")
+    checks = list(doctor.examine(asked))
+    _print(
+        json.dumps([check.as_dict() for check in checks], indent=1) + "\n" if options.json else doctor.render(checks)
+    )
+    return worst_exit([0, *(check.error.exit_code for check in checks if check.error is not None)])
+
+
+def _images(options: argparse.Namespace) -> int:
+    from harness import engine, images
+
+    root = _root(options.root)
+    image = images.get(root, options.name, options.base)
+    if options.image_command == "build":
+        for path, option in ((options.wheels, "--wheels"), (options.ca, "--ca")):
+            if path is not None and not path.exists():
+                raise UsageError(f"{option} {path} does not exist", "what the build can read", f"correct {option}")
+        in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+        client = None if in_ci and not image.row.pinned and options.base is None else engine.connect()
+        built = images.build(client, root, image, wheels=options.wheels, certificates=options.ca, in_ci=in_ci, say=_say)
+        _say(f"{image.tag}: {'built' if built else 'the engine has it already'} from {image.base}")
+    _print(f"{image.tag}\n")
+    return 0
+
+
+def _platforms(options: argparse.Namespace) -> int:
+    from harness.platforms import PLATFORMS, matrix
+
+    if options.matrix is not None:
+        _print("".join(f"{key}={value}\n" for key, value in matrix(options.matrix).items()))
+        return 0
     if options.json:
         rows = [
             {
@@ -495,6 +674,59 @@ def _record(options: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    import datetime
+
+    from harness import calibrate, gate, proposal, record
+    from harness import run as running
+
+    root = _root(options.root)
+    if options.sources and options.runs is not None:
+        raise UsageError("--runs and --from exclude each other", "one of them", "--from takes runs that exist")
+    runs = calibrate.DEFAULT_RUNS if options.runs is None else options.runs
+    if runs < 1:
+        raise UsageError(f"--runs is {runs}", "1 or more", "noise needs five launches, two runs")
+    if options.sources:
+        named = sorted({str(gate.read_run(folder)["platform"]) for folder in options.sources})
+        if len(named) > 1:
+            raise UsageError(f"the evidence is of {' and '.join(named)}", "one platform", "calibrate them one by one")
+        platform, _ = _resolve(named[0])
+        for folder in options.sources:
+            calibrate.check(folder)
+        evidence = list(options.sources)
+    else:
+        platform, reason = _resolve(options.platform)
+        if platform.vendor == "cpu":
+            raise UsageError("speed is not measured on a CPU", "a platform with a GPU", "calibrate on such a machine")
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        base = options.out or root / "evidence" / f"calibrate-{platform.id}-{stamp}"
+
+        def execute(name: str) -> Path:
+            request = running.RunRequest(
+                root=root,
+                platform=platform,
+                platform_reason=reason,
+                suites=(calibrate.SUITE,),
+                case=options.case,
+                out=base / name,
+                pytest_args=(),
+                policy="pull-request",
+                progress=not options.quiet,
+            )
+            found = running.execute(request)
+            _report(found)
+            return found
+
+        evidence = calibrate.run_all(runs, execute, _say)
+    change, known = calibrate.changes(root, platform, evidence)
+    proposal.add_up(root, [change])
+    for line in record.write(root, [change], options.loosen):
+        _print(line + "\n")
+    for row in known:
+        _print(row.told + "\n")
+    return 0
+
+
 def _nudged(evidence: Path) -> bool:
     """Whether a folder holds nudged runs, by its own loss files."""
     from harness import baselines
@@ -503,10 +735,10 @@ def _nudged(evidence: Path) -> bool:
 
 
 def _lint(options: argparse.Namespace) -> int:
-    from harness import across, record
+    from harness import across, calibrate, record
 
     root = _root(options.root)
-    problems = [*record.lint(root), *across.lint(root)]
+    problems = [*record.lint(root), *across.lint(root), *calibrate.lint(root)]
     for problem in problems:
         _print(problem + "\n")
     if not problems:
@@ -561,6 +793,22 @@ def policy_of(environment: Mapping[str, str]) -> str:
     if on_main and environment.get("GITHUB_EVENT_NAME") in ("push", "schedule", "workflow_dispatch"):
         return "main"
     return "pull-request"
+
+
+def _place(options: argparse.Namespace) -> str:
+    """Where a run takes place. The variable wins: what runs in a container must not start another one."""
+    where = os.environ.get("FP8CI_IN") or options.where or "local"
+    if where not in PLACES:
+        raise UsageError(f"FP8CI_IN is {where!r}", " or ".join(PLACES), "correct it, or leave it unset")
+    return where
+
+
+def _asked(options: argparse.Namespace, root: Path, *, docker: bool) -> Asked:
+    from harness import doctor
+
+    doctor.check_gpus(options.gpus)
+    image = options.image or os.environ.get("FP8CI_IMAGE") or None
+    return doctor.Asked(root, options.platform, docker, options.gpus, image, getattr(options, "out", None))
 
 
 def _suites(given: Sequence[str]) -> tuple[str, ...]:

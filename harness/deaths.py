@@ -12,6 +12,7 @@ itself"). So the verdict comes from what agrees: our own kill record, the signal
     any other signal, or an exit without a session end      CRASH        the running test
     an exit that a time limit of pytest's announces         TIMEOUT      the running test
     any of these, after which a known-good kernel fails     GPU_HANG     the running test
+    what the container engine says of it                    OOM, PIDS .. the running test
     an xdist worker that died                               KILLED or CRASH, by its signal, the test it ran
     exit code, session and outcomes that contradict         DISAGREE     the suite
     nothing collected                                       MISSING      the suite
@@ -119,6 +120,9 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
         return Death(KILLED_BY[process.killed_by], f"the test process {how} {ended}")
     if process.killed_by is not None:
         return Death(Verdict.KILLED, f"the test process was stopped by the harness ({process.killed_by}) {ended}")
+    fault = fault_of(process)
+    if fault is not None:
+        return fault
     name = signal_of(process)
     if process.rc != DISK_FULL_EXIT and name is None and session is not None and session.rc is not None:
         return None
@@ -146,6 +150,14 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
     if session is None:
         return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session began")
     return Death(Verdict.CRASH, f"the test process exited with {process.rc} {ended} before its session had ended")
+
+
+def fault_of(process: ProcessRecord | None) -> Death | None:
+    """What the container engine said of this end, or None. A name that is no verdict is contradicting evidence."""
+    if process is None or process.fault is None:
+        return None
+    known = Verdict(process.fault) if process.fault in Verdict.__members__ else Verdict.DISAGREE
+    return Death(known, process.fault_message or f"the engine says {process.fault}")
 
 
 def _refusal(log: str) -> str:
@@ -217,6 +229,9 @@ def crashed_tests(journal: Journal, suite: str, log: str) -> dict[str, Death]:
         if process is not None and process.oom in OOM_KILLED and crash.signal == "SIGKILL":
             verdict, whose = OOM_KILLED[process.oom]
             how = f"was killed by the kernel, {whose},"
+        fault = fault_of(process)
+        if fault is not None:
+            verdict, how = fault.verdict, f"{how} ({fault.message})"
         if crash.signal is None and watchdog(log):
             verdict, how = Verdict.TIMEOUT, f"was ended by its time limit ({watchdog(log)})"
         if process is not None and process.canary:

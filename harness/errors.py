@@ -321,6 +321,24 @@ class DiskError(HarnessError):
     verdict = Verdict.DISK
 
 
+class DirtyGpuError(HarnessError):
+    """A GPU that this run needs is somebody else's at the moment."""
+
+    verdict = Verdict.DIRTY_GPU
+
+
+class GpuHangError(HarnessError):
+    """A GPU or its driver does not answer."""
+
+    verdict = Verdict.GPU_HANG
+
+
+class PullError(HarnessError):
+    """An image is not there and could not be had."""
+
+    verdict = Verdict.PULL
+
+
 class InterruptedRun(HarnessError):
     """The run was stopped from outside; what there is has been written."""
 

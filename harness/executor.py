@@ -6,13 +6,17 @@ engine keeps it with a container; neither the plan nor the journal nor the gate 
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from harness.errors import Verdict
 from harness.memory import Struck
 
 KilledBy = Literal["deadline", "interrupt"]
@@ -20,13 +24,26 @@ KilledBy = Literal["deadline", "interrupt"]
 
 @dataclass(frozen=True)
 class Command:
-    """What to run. `environment` is the whole environment. `deadline` in seconds. `log` takes stdout and stderr."""
+    """What to run. `environment` is the whole environment. `deadline` in seconds. `log` takes stdout and stderr.
+
+    `writable`: the folders that it may write to, for an executor that can keep it out of the others.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     folder: Path
     deadline: float
     log: Path
+    writable: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What the place knows of an end that exit code and signal do not say: a memory limit, an engine that went away."""
+
+    verdict: Verdict
+    message: str
+    """One line, without a full stop."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,26 @@ class Ended:
     seconds: float
     pid: int
     oom: Struck | None = None
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a command line must know of where it will run.
+
+    `python`: the interpreter that has torch there. `plugin_installed`: whether pytest finds our plugin by its entry
+    point. `environment`: what a process starts from there.
+    """
+
+    python: str
+    plugin_installed: bool
+    environment: Mapping[str, str]
+
+
+def here() -> Place:
+    """This machine, this interpreter, this environment."""
+    installed = any(entry.value == "harness.plugin" for entry in importlib.metadata.entry_points(group="pytest11"))
+    return Place(sys.executable, installed, os.environ)
 
 
 class Executor(Protocol):

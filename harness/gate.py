@@ -1,14 +1,14 @@
 """The gate: an evidence folder -> one verdict a test, and one exit code.
 
-Reads what a run left (run.json, the journal, losses/, isa/, logs/) and what it is judged with (baselines, manifest,
-waivers: the copies in judged-with/, so that any machine reaches the same verdict, or a checkout's). It needs neither
-torch nor a GPU and writes nothing.
+Reads what a run left (run.json, the journal, losses/, isa/, samples/, logs/) and what it is judged with (baselines,
+manifest, waivers: the copies in judged-with/, so that any machine reaches the same verdict, or a checkout's). It needs
+neither torch nor a GPU and writes nothing.
 
 Order, each step able only to make a verdict worse, except waivers:
 
 1. what the journal says of each test, and what the way its process ended adds (deaths.py);
-2. what tests measured against what was recorded: loss curves (bands.py), machine code (machinecode.py). This overrides
-   PASS: a loss test that ran to its end proves nothing about the curve;
+2. what tests measured against what was recorded: loss curves (bands.py), machine code (machinecode.py), speed
+   (speed.py). This overrides PASS: a loss test that ran to its end proves nothing about the curve;
 3. the manifest: an id that must run here, within what the run selected, and did not, is MISSING. So is a baseline row
    whose test ran without measuring it: a test that stops writing its evidence is a gate that went blind;
 4. waivers: a red test covered by one in force is WAIVED, by one past its date WAIVER_EXPIRED; one without effect is
@@ -28,7 +28,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import bands, baselines, deaths, files, fingerprint, junit, ledger, machinecode, manifest
+from harness import (
+    bands,
+    baselines,
+    deaths,
+    files,
+    fingerprint,
+    junit,
+    ledger,
+    machinecode,
+    manifest,
+    samples,
+    speedgate,
+)
 from harness.capabilities import Capabilities
 from harness.errors import (
     BASELINE,
@@ -59,11 +71,20 @@ POLICIES = ("pull-request", MAIN)
 #: Verdicts that a test may give itself, by a property `verdict`: it ran, and says that it does not count as a pass.
 REPORTED = frozenset({Verdict.UNMEASURABLE, Verdict.INCONCLUSIVE, Verdict.IMPLAUSIBLE})
 
+#: Properties that name the file of a measurement.
+MEASURED = frozenset({"loss_file", "isa_file", "samples_file"})
+
 BUDGET = 0.05
 """Share of a suite's rows that may be INCONCLUSIVE; beyond it the machine is too noisy for any of them."""
 
 #: What an exception's own name in a failure message says about its kind.
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+
+#: How a test fails for want of what the machine, by the end of its process, is known to have lacked.
+WANTING: Mapping[Verdict, tuple[str, ...]] = {
+    Verdict.PIDS: ("Resource temporarily unavailable", "can't start new thread"),
+    Verdict.DISK: ("No space left on device",),
+}
 
 
 def read_run(evidence: Path) -> dict[str, Any]:
@@ -117,6 +138,9 @@ def check_files(folder: Path, platform: Platform) -> None:
     path = folder / platform.id / baselines.LOSS_FILE
     if path.exists():
         baselines.load_loss(path, platform.id)
+    path = folder / platform.id / samples.PERF_FILE
+    if path.exists():
+        samples.load(path, platform.id)
     for arch in platform.codegen_archs:
         path = folder / arch / baselines.CODEGEN_FILE
         if path.exists():
@@ -236,6 +260,8 @@ def _of_record(record: TestRecord, death: deaths.Death | None, crash: deaths.Dea
         verdict = Verdict.OOM if any(word in record.message for word in OUT_OF_MEMORY) else Verdict.FAIL
         if deaths.TIMED_OUT.match(record.message):
             verdict = Verdict.TIMEOUT
+        if death is not None and any(word in record.message for word in WANTING.get(death.verdict, ())):
+            verdict = death.verdict
         message = _whole_message(record)
         return result(
             verdict, message if record.failed_phase == "call" else f"{record.failed_phase}: {message}", record.detail
@@ -282,19 +308,30 @@ def _measured(found: _Evidence, results: list[Result], notes: list[str]) -> list
     judged: list[Result] = []
     losses = _LossJudge(found)
     codegen = _CodegenJudge(found, notes)
+    speeds = speedgate.SpeedJudge(found.platform, found.baselines, found.run)
     for result in results:
         try:
             if "loss_file" in result.properties:
                 result = losses.judge(result)
             if "isa_file" in result.properties:
                 result = codegen.judge(result)
+            if "samples_file" in result.properties:
+                result = _of_speed(found, result, speeds)
         except UnreadableError as error:
             if result.verdict is Verdict.PASS:
                 result = replace(result, verdict=Verdict.UNREADABLE, message=str(error))
         judged.append(result)
     judged = losses.pair(judged)
-    notes += losses.notes
-    return [*judged, *_blind(found, judged, losses.rows, codegen.rows)]
+    notes += [*losses.notes, *speeds.notes]
+    return [*judged, *_blind(found, judged, losses.rows, codegen.rows, speeds.rows)]
+
+
+def _of_speed(found: _Evidence, result: Result, speeds: speedgate.SpeedJudge) -> Result:
+    measured = samples.read(file_of(found.folder, result, "samples_file"))
+    comparison = speeds.judge(result.id, result.properties, measured)
+    result = _overridden(result, comparison.verdict, comparison.message, comparison.as_dict())
+    told = [*comparison.notes, *speeds.targets(measured)]
+    return replace(result, detail=result.detail or "\n".join(told))
 
 
 def file_of(folder: Path, result: Result, key: str) -> Path:
@@ -329,7 +366,8 @@ class _LossJudge:
         elsewhere = found.platform.id != SECOND_OPINION and other.exists()
         self.shared = baselines.load_loss(other, SECOND_OPINION) if elsewhere else None
         versions = found.run.get("versions")
-        self.fingerprint = fingerprint.of_run(found.platform.id, versions if isinstance(versions, Mapping) else {})
+        known = versions if isinstance(versions, Mapping) else {}
+        self.fingerprint = fingerprint.of_run(found.platform.id, known, found.run)
         self.moved: dict[str, list[str]] = {}
 
     @property
@@ -533,7 +571,7 @@ class _CodegenJudge:
 def _blind(found: _Evidence, results: list[Result], *recorded: list[tuple[str, str]]) -> Iterator[Result]:
     """Rows of a baseline that no test measured although it ran, or although the run selected it."""
     by_id = {result.id: result for result in results}
-    measured = {result.id for result in results if {"loss_file", "isa_file"} & result.properties.keys()}
+    measured = {result.id for result in results if MEASURED & result.properties.keys()}
     for test_id, what in (row for rows in recorded for row in rows):
         if test_id in measured or not found.selected(test_id):
             continue

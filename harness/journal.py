@@ -207,6 +207,9 @@ class ProcessRecord:
     """Meanwhile the kernel killed for memory: at the run's own `limit`, or on the `host`."""
     canary: str | None = None
     """After a suspected GPU fault: empty when a known-good kernel ran, what went wrong when it did not."""
+    fault: str | None = None
+    """What the container engine says of the end, where it says more than the exit code: the name of a verdict."""
+    fault_message: str = ""
 
 
 @dataclass(frozen=True)
@@ -400,6 +403,8 @@ class Journal:
                 process.rc, process.signal = code, _text_or_none(event["signal"])
                 process.killed_by = _text_or_none(event["killed_by"])
                 process.oom = _text_or_none(event.get("oom"))
+                process.fault = _text_or_none(event.get("fault"))
+                process.fault_message = str(event.get("fault_message") or "")
                 process.ended = True
                 return
         self.damage.append(f"a process of {event['suite']} ended without having begun")

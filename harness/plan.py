@@ -14,10 +14,8 @@ with the manifest and the ledger: run, skip with its reason, waived, or missing.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ from typing import Literal
 
 from harness import capabilities, journal, ledger, manifest, platforms
 from harness.errors import UsageError
-from harness.executor import Command, Executor
+from harness.executor import Command, Executor, Place, here
 from harness.platforms import DEVICES_VARIABLE, Execution, Platform
 
 SHORT = 8.0
@@ -91,11 +89,12 @@ def lanes(
     gpus: int = 0,
     cores: int | None = None,
     collect_only: bool = False,
+    place: Place | None = None,
 ) -> Lanes:
     """The jobs of a run, laid into lanes.
 
-    `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else. On a GPU there is
-    one lane: two suites at once would share the device.
+    `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else, `place` is where
+    they will run (default: here). On a GPU there is one lane: two suites at once would share the device.
     """
     asked = (environment or {}).get("OMP_NUM_THREADS", "")
     # Processes with threads of their own get cores of their own: two of two on two cores take thirty times as long.
@@ -111,7 +110,14 @@ def lanes(
     }
     processes = sum(max(workers[suite] for suite in lane) for lane in laid)
     make = _JobMaker(
-        root, platform, options, pytest_args, environment or {}, max(1, available // processes), collect_only
+        root,
+        platform,
+        options,
+        pytest_args,
+        environment or {},
+        max(1, available // processes),
+        collect_only,
+        place or here(),
     )
     order = {suite: position for position, suite in enumerate(suites)}
     return tuple(
@@ -152,18 +158,21 @@ class _JobMaker:
     overrides: Mapping[str, str]
     threads: int
     collect_only: bool
+    place: Place
 
     def job(self, suite: str, workers: int) -> Job:
         execution = platforms.EXECUTION[self.platform.vendor, suite]
+        # pytest finds our plugin by its entry point where the distribution is installed; in a bare checkout name it.
+        plugin = () if self.place.plugin_installed else ("-p", "harness.plugin")
         own_workers = any(item.startswith(("-n", "--numprocesses", "--dist")) for item in self.pytest_args)
-        argv = [sys.executable, "-m", "pytest", f"suites/{suite}", "--rootdir", str(self.root)]
+        argv = [self.place.python, "-m", "pytest", f"suites/{suite}", "--rootdir", str(self.root)]
         # Hypothesis's plugin costs a second a process, and no suite that is gated draws its inputs from it.
         argv += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-q", "--tb=short", "-rfE"]
         if self.platform.vendor != "cpu":
             # What a GPU's driver writes on its way down must reach the log: pytest's own capture dies with the process.
             argv += ["--capture=sys"]
         # One broken file must not take the results of the others along: it is red by itself, and its ids are missing.
-        argv += ["--continue-on-collection-errors", *_plugin(), "--fp8-suite", suite, *self.options]
+        argv += ["--continue-on-collection-errors", *plugin, "--fp8-suite", suite, *self.options]
         if self.collect_only:
             argv += ["--collect-only"]
         elif workers > 1 and not own_workers:
@@ -175,7 +184,7 @@ class _JobMaker:
 
     def _environment(self, execution: Execution, workers: int) -> dict[str, str]:
         """The whole environment of the process. OMP_NUM_THREADS is only ever lowered by the caller's own value."""
-        base = {name: value for name, value in os.environ.items() if name not in execution.unset}
+        base = {name: value for name, value in self.place.environment.items() if name not in execution.unset}
         asked = base.get("OMP_NUM_THREADS", "")
         base.update(self.platform.environment)
         base.update(execution.environment)
@@ -186,12 +195,6 @@ class _JobMaker:
             base[DEVICES_VARIABLE] = f"{name}={devices}"
         base.update(self.overrides)
         return base
-
-
-def _plugin() -> tuple[str, ...]:
-    """pytest finds our plugin by its entry point where the distribution is installed; in a bare checkout name it."""
-    installed = any(entry.value == "harness.plugin" for entry in importlib.metadata.entry_points(group="pytest11"))
-    return () if installed else ("-p", "harness.plugin")
 
 
 Fate = Literal["run", "skip", "waived", "missing"]

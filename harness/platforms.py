@@ -73,6 +73,8 @@ class Platform:
         if "codegen" in self.suites:
             files += [f"{arch}/codegen.json" for arch in self.codegen_archs]
         files += [f"{self.id}/{suite}.json" for suite in self.suites if suite not in ("codegen", "numerics")]
+        if self.vendor != "cpu":  # speed is judged wherever somebody asks for it
+            files += [f"{self.id}/perf.json", f"{self.id}/published.json"]
         if "loss" in self.suites and self.id != SECOND_OPINION:
             files.append(f"{SECOND_OPINION}/loss.json")
         return tuple(files)
@@ -147,6 +149,8 @@ _CODEGEN = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 2.0, 3.0)
 _LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 35.0, 4.0)
 # One process: a model is compiled once for its curve, its nudged runs and the check that it repeats itself.
 _GPU_LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "one", 1800.0, 20.0, 20.0)
+# Alone on the device and in one process: that process starts a fresh one for every launch, one after the other.
+_PERF = Execution(_COMPILED, _NOT_INTERPRETED, "one", 3600.0, 5.0, 20.0)
 _UNIT = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 900.0, 0.4, 2.0)
 
 DEVICES_VARIABLE = "FP8CI_WORKER_DEVICES"
@@ -157,13 +161,16 @@ EXECUTION: Mapping[tuple[Vendor, str], Execution] = MappingProxyType(
         ("cpu", "numerics"): _CPU_NUMERICS,
         ("cpu", "codegen"): _CODEGEN,
         ("cpu", "loss"): _LOSS,
+        ("cpu", "perf"): _PERF,
         ("cpu", "unit"): _UNIT,
         ("amd", "numerics"): _GPU_NUMERICS,
         ("amd", "codegen"): _CODEGEN,
         ("amd", "loss"): _GPU_LOSS,
+        ("amd", "perf"): _PERF,
         ("nvidia", "numerics"): _GPU_NUMERICS,
         ("nvidia", "codegen"): _CODEGEN,
         ("nvidia", "loss"): _GPU_LOSS,
+        ("nvidia", "perf"): _PERF,
     }
 )
 
@@ -178,6 +185,18 @@ def get(platform_id: str) -> Platform:
             "see `fp8ci platforms`",
         )
     return platform
+
+
+def matrix(wanted: str) -> dict[str, str]:
+    """`ID,...` -> what a workflow needs for a job each: `rows` (JSON), `has_rows`, since an empty matrix is an error
+    there, and `expected`, the ids again. UsageError for an unknown platform; no id at all is an empty matrix.
+
+    The tox environment is named after the image, and runs what must run on the platform.
+    """
+    chosen = [get(name.strip()) for name in wanted.split(",") if name.strip()]
+    rows = [{"id": row.id, "env": row.image, "labels": list(row.runner_labels)} for row in chosen]
+    expected = ",".join(row.id for row in chosen)
+    return {"rows": json.dumps(rows), "has_rows": str(bool(rows)).lower(), "expected": expected}
 
 
 def select_suites(platform: Platform, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -182,6 +182,7 @@ def provenance(run: Mapping[str, Any]) -> Provenance:
         triton=text(versions.get("triton")),
         runtime=text(versions.get("hip") or versions.get("cuda")),
         image_digest=text(run.get("image_digest")),
+        partition=text(run.get("partition")) or msgspec.UNSET,
     )
 
 

@@ -33,9 +33,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness import canary, capabilities, files, journal, plan, platforms, progress
+from harness import canary, capabilities, devices, files, journal, plan, platforms, progress
 from harness.errors import DiskError, HarnessError, InterruptedRun, UsageError
-from harness.executor import Command, Ended, Executor
+from harness.executor import Command, Ended, Executor, Place
 from harness.local import LocalExecutor
 from harness.plan import Job, Lanes
 from harness.platforms import Platform
@@ -47,7 +47,11 @@ JUDGED_WITH = "judged-with"
 LOG_BYTES = 1_000_000
 """How much of a log's end may accuse the GPU: what a driver writes on its way down comes last."""
 
-_OWN_FILES = (RUN_FILE, CAPABILITIES_FILE, journal.FILE_NAME, "junit.xml", "summary.md", "report.html")
+RESERVE = ".reserve"
+RESERVED = 1 << 20
+"""Bytes kept free in the evidence folder, so that a test which fills its disk can still be reported."""
+
+_OWN_FILES = (RUN_FILE, CAPABILITIES_FILE, journal.FILE_NAME, "junit.xml", "summary.md", "report.html", RESERVE)
 _OWN_FOLDERS = ("logs", "losses", "isa", "samples", "charts", JUDGED_WITH)
 
 
@@ -61,6 +65,8 @@ class RunRequest:
     `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
     `machine_failed` says of an evidence folder and a suite whether the machine ended its last attempt: then, and only
     then, the suite runs again, up to `retries` times; every attempt stays in the journal.
+    For an executor that is not this machine: `place`, how to `ask` the device there, and what run.json says of it
+    (`told`).
     """
 
     root: Path
@@ -77,6 +83,9 @@ class RunRequest:
     cores: int | None = None
     retries: int = 0
     machine_failed: Callable[[Path, str], bool] = lambda evidence, suite: False
+    place: Place | None = None
+    ask: Callable[[Mapping[str, str]], Mapping[str, Any]] | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
 
 
 def execute(request: RunRequest, executor: Executor | None = None) -> Path:
@@ -95,6 +104,7 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
     out = (request.out or default).absolute()
     with _only_run_in(out), stop_signals() as stopped:
         prepare_folder(out)
+        _keep_room(out)
         machine = _probe(request, stopped)
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
         _copy_judged_with(request, out)
@@ -109,6 +119,7 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
             ]
             _write_json(out / RUN_FILE, run)
             errors = _run_lanes(request, executor or LocalExecutor(), lanes, out, stopped)
+        (out / RESERVE).unlink(missing_ok=True)
         told = journal.Journal.read(out / journal.FILE_NAME)
         run["finished"] = _text(_now())
         run["interrupted"] = stopped.is_set()
@@ -215,7 +226,7 @@ def _probe(request: RunRequest, stopped: threading.Event) -> capabilities.Capabi
     override = request.env_overrides.get("FP8STACK_ARCH")
     environment = {**request.platform.environment, **({"FP8STACK_ARCH": override} if override else {})}
     try:
-        facts = platforms.ask_device(environment)
+        facts = (request.ask or platforms.ask_device)(environment)
     except HarnessError:
         if stopped.is_set():
             raise InterruptedRun("stopped while the device was asked", next_step="run again") from None
@@ -269,6 +280,8 @@ def _describe(
         "commit": commit,
         "dirty": dirty,
         "versions": versions,
+        "image_digest": None,
+        "partition": devices.partition(devices.find(request.platform.vendor)),
         "capabilities": json.loads(machine.to_json()),
         "environment": dict(request.env_overrides),
         "ignored_environment": sorted(name for name in platforms.NEVER_SET if name in os.environ),
@@ -283,6 +296,7 @@ def _describe(
         "finished": None,
         "interrupted": False,
         "attempts": [],
+        **request.told,
     }
 
 
@@ -312,6 +326,7 @@ def _lanes(
         environment={**caches, **request.env_overrides},
         gpus=machine.gpus,
         cores=request.cores,
+        place=request.place,
     )
 
 
@@ -388,10 +403,12 @@ def _attempt(
         folder=request.root,
         deadline=request.deadline or job.deadline,
         log=log,
+        writable=(out,),
     )
     with journal.JournalWriter(out / journal.FILE_NAME) as writer:
         writer.write("process-start", **name, argv=list(job.argv), workers=job.workers, time=time.time())
     ended = executor.run(command, cancelled=stopped)
+    _make_room(out)
     with journal.JournalWriter(out / journal.FILE_NAME) as writer:
         writer.write(
             "process-end",
@@ -402,12 +419,28 @@ def _attempt(
             seconds=round(ended.seconds, 3),
             pid=ended.pid,
             oom=ended.oom,
+            fault=str(ended.fault.verdict) if ended.fault else None,
+            fault_message=ended.fault.message if ended.fault else None,
         )
     if request.platform.vendor != "cpu" and _suspect(ended, log):
         own = log.with_name(f"{job.suite}.canary.{attempt}.log")
-        answer = executor.run(canary.command(job.environment, request.root, own), cancelled=stopped)
+        answer = executor.run(canary.command(job.argv[0], job.environment, request.root, own), cancelled=stopped)
         with journal.JournalWriter(out / journal.FILE_NAME) as writer:
             writer.write("canary", **name, message=canary.told(answer, own.read_text("utf-8", "replace")))
+
+
+def _keep_room(out: Path) -> None:
+    """Keep the reserve, where the disk has so much that this is no part of the trouble."""
+    with suppress(OSError):
+        if shutil.disk_usage(out).free > 4 * RESERVED:
+            (out / RESERVE).write_bytes(bytes(RESERVED))
+
+
+def _make_room(out: Path) -> None:
+    """Give up what was kept free, where a test has left less than that on the disk."""
+    with suppress(OSError):
+        if shutil.disk_usage(out).free < RESERVED:
+            (out / RESERVE).unlink(missing_ok=True)
 
 
 def _suspect(ended: Ended, log: Path) -> bool:

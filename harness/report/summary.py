@@ -98,6 +98,7 @@ def render(judgement: Judgement, run: Mapping[str, Any]) -> str:
         _suites(judgement),
         _curves(judgement),
         _facts(judgement, run),
+        _speeds(judgement),
         _not_judged(judgement),
         _notes(judgement),
     ]
@@ -255,6 +256,22 @@ def _curves(judgement: Judgement) -> list[str]:
     lines.append(("`!` marks what exceeds its limit. " if marked else "") + LATE_DIVERGENCE)
     notes = dict.fromkeys(note for result in judged for note in (result.baseline or {})["notes"])
     return [*lines, *notes]
+
+
+def _speeds(judgement: Judgement) -> list[str]:
+    """Speed: one row a timed row, with its change by each yardstick and the smallest slow-down that it can show."""
+    rows = []
+    for result in judgement.worst_first:
+        told = result.baseline or {}
+        if told.get("kind") != "perf" or told.get("median_ns") is None:
+            continue
+        moved = ", ".join(f"{one['percent']:+.1f} % ({one['yardstick']})" for one in told["effects"])
+        shown = [f"{told[key]:.3f}" if told[key] is not None else "-" for key in ("share", "ratio")]
+        smallest = "-" if told["smallest"] is None else f"{told['smallest']:.1%}"
+        name = f"{_identity(result).case}: {result.verdict}"
+        rows.append([name, f"{told['median_ns'] / 1e3:.1f}", *shown, moved or "-", smallest])
+    header = ("row", "us", "of probe", "of reference", "slower by (against)", "smallest seen")
+    return ["## Speed", "", *table(header, rows)] if rows else []
 
 
 def _column(row: Mapping[str, Any]) -> str | None:

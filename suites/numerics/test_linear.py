@@ -376,9 +376,7 @@ def test_nan_row(recipe: str, fmt: str, suffix: str, dialect: str, device: str, 
     assert_bits_equal(clean[rest].detach(), y[rest].detach(), "other rows")
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="kernels in a graph; on a CPU unit/test_linear.py compiles layers"
-)
+@pytest.mark.requires(gpus=1)  # kernels in a graph; on a CPU unit/test_linear.py compiles layers
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [

@@ -100,7 +100,8 @@ def torch_bf16(given: Operands) -> torch.Tensor:
     return torch._grouped_mm(given.a_bf16, given.b_bf16, offs=given.offs_bf16, out_dtype=torch.bfloat16)
 
 
-def _ours(fast: bool, alignment: int) -> Callable[[Operands], torch.Tensor]:
+def ours(fast: bool, alignment: int) -> Callable[[Operands], torch.Tensor]:
+    """Our kernel as a candidate."""
     return lambda given: grouped_gemm.grouped_scaled_mm(
         given.a,
         given.b,
@@ -142,8 +143,8 @@ def time_gemm(shape: Shape, gemm: str, fmt: str, where: torch.device, rounds: in
     first = operands(shape, gemm, fmt, generator)
     sets = [first, *(operands(shape, gemm, fmt, generator) for _ in range(timing.rotations(_bytes(first)) - 1))]
     calls: dict[str, Callable[[Operands], torch.Tensor]] = {
-        "ours": _ours(True, 16),
-        "ours exact": _ours(False, 16),
+        "ours": ours(True, 16),
+        "ours exact": ours(False, 16),
         "torch fp8": torch_fp8,
         "torch fp8 exact": torch_fp8_exact,
         "ours bf16": _ours_bf16,
@@ -161,11 +162,11 @@ def time_gemm(shape: Shape, gemm: str, fmt: str, where: torch.device, rounds: in
     ]
     if gemm == "grad_weight":  # groups at multiples of a whole step need no descriptors of their own
         aligned = [operands(shape, gemm, fmt, generator, alignment=128) for _ in sets]
-        problem = wrong(torch_fp8(aligned[0]), _ours(True, 128)(aligned[0]))
+        problem = wrong(torch_fp8(aligned[0]), ours(True, 128)(aligned[0]))
         if problem is not None:
             problems["ours, groups of 128"] = problem
         else:
-            for name, call in (("ours, groups of 128", _ours(True, 128)), ("torch fp8, groups of 128", torch_fp8)):
+            for name, call in (("ours, groups of 128", ours(True, 128)), ("torch fp8, groups of 128", torch_fp8)):
                 runs = [lambda x=x, call=call: call(x) for x in aligned]
                 candidates.append(timing.Candidate(name, runs, _bytes(aligned[0])))
     timed = timing.measure(candidates, rounds)

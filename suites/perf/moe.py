@@ -44,7 +44,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from fp8stack import device, formats, linear, moe
+from fp8stack import device, formats, inductor, linear, moe
 from fp8stack.kernels import (
     blockwise,
     colwise,
@@ -568,8 +568,14 @@ def layer_step(
     return lambda: differentiated(lambda: layer(x), (x, *parameters), dy)
 
 
+def compiled_step(size: Layer, fields: dict[str, object] | None, where: torch.device) -> Step:
+    """Forward and backward of a compiled layer, in FP8 unless fields is None (make_layer)."""
+    module = make_layer(size, fields, device.detect(where), where)
+    return layer_step(size, _compiled(module), module, where)
+
+
 def _compiled(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(module, fullgraph=True, dynamic=False)
+    return torch.compile(module, fullgraph=True, dynamic=False, options=inductor.options())
 
 
 def time_layer(name: str, compiled: bool, found: device.Detected, where: torch.device, rounds: int) -> list[Row]:

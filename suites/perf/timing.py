@@ -104,15 +104,7 @@ def measure(candidates: Sequence[Candidate], rounds: int = 30) -> dict[str, Time
     Raises RuntimeError where an interval came out as zero or negative: such a clock can prove nothing.
     """
     blocks = {c.name: _block(c) for c in candidates}
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    while True:  # busy until the clocks have ramped
-        for block, _ in blocks.values():
-            block()
-        end.record()
-        end.synchronize()
-        if start.elapsed_time(end) > 1e3 * WARM_UP_SECONDS:
-            break
+    _busy([block for block, _ in blocks.values()])
     samples: dict[str, list[float]] = {name: [] for name in blocks}
     for turn in range(rounds):
         order = list(blocks) if turn % 2 == 0 else list(reversed(blocks))
@@ -126,13 +118,60 @@ def measure(candidates: Sequence[Candidate], rounds: int = 30) -> dict[str, Time
             events[name] = (first, last, calls)
         torch.cuda.synchronize()
         for name, (first, last, calls) in events.items():
-            ns = first.elapsed_time(last) * 1e6 / calls
-            if not ns > 0:
-                raise RuntimeError(
-                    f"{name} took {ns} ns; a positive time was expected; the device's event timer cannot be used"
-                )
-            samples[name].append(ns)
+            samples[name].append(_sample_ns(name, first, last, calls))
     return {name: Timed(name, tuple(values)) for name, values in samples.items()}
+
+
+def interleaved(candidate: Candidate, reference: Candidate | None, probe: Candidate, blocks: int) -> dict[str, Timed]:
+    """Samples of a speed row: `blocks` times probe, reference, candidate, candidate, reference, probe.
+
+    Two samples a block and role, in the order measured; without a reference, its list is empty. The mirror image takes
+    out what drifts linearly within a block. RuntimeError as `measure`.
+    """
+    roles = {"probe": probe, **({"reference": reference} if reference is not None else {}), "candidate": candidate}
+    made = {name: _block(one) for name, one in roles.items()}
+    _busy([block for block, _ in made.values()])
+    samples: dict[str, list[float]] = {"probe": [], "reference": [], "candidate": []}
+    for _ in range(blocks):
+        events = []
+        for name in (*made, *reversed(made)):
+            block, calls = made[name]
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            block()
+            last.record()
+            events.append((name, first, last, calls))
+        torch.cuda.synchronize()
+        for name, first, last, calls in events:
+            samples[name].append(_sample_ns(name, first, last, calls))
+    return {name: Timed(name, tuple(values)) for name, values in samples.items()}
+
+
+def _busy(blocks: Sequence[Callable[[], object]]) -> None:
+    """Run blocks in turns until the clocks have ramped."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    while True:
+        for block in blocks:
+            block()
+        end.record()
+        end.synchronize()
+        if start.elapsed_time(end) > 1e3 * WARM_UP_SECONDS:
+            break
+
+
+def _sample_ns(name: str, first: torch.cuda.Event, last: torch.cuda.Event, calls: int) -> float:
+    ns = first.elapsed_time(last) * 1e6 / calls
+    if not ns > 0:
+        raise RuntimeError(
+            f"{name} took {ns} ns; a positive time was expected; the device's event timer cannot be used"
+        )
+    return ns
+
+
+def calls_of(candidate: Candidate) -> int:
+    """How many calls one sample of it holds, at least: one pass over its buffers."""
+    return len(candidate.calls)
 
 
 def share_of_copy(timed: Timed, bytes_moved: int, copy: Timed, copy_bytes: int) -> float:

@@ -91,7 +91,7 @@ def test_help_is_quick() -> None:
         (["run", "--platform", "cpu", "--suite", "numeric"], "there is no suite 'numeric' on cpu"),
         (["run", "--platform", "cpu", "--suite", "numerics,"], "empty suite"),
         (["run", "--platform", "cpu", "--root", "/"], "has no baselines/"),
-        (["run", "--in", "docker"], "invalid choice: 'docker'"),
+        (["run", "--in", "vm"], "invalid choice: 'vm'"),
         (["plan", "--platform", "mi999"], "there is no platform 'mi999'"),
         (["gate", "/nonexistent"], "is no folder; expected a folder that `fp8ci run` has written"),
         (["gate", "suites"], "is no evidence"),
@@ -109,7 +109,7 @@ def test_help_is_quick() -> None:
         "cli-suite",
         "cli-empty-suite",
         "cli-root",
-        "cli-docker",
+        "cli-place",
         "cli-plan-platform",
         "cli-gate-nowhere",
         "cli-gate-no-evidence",
@@ -182,11 +182,15 @@ def test_policy(event: str, ref: str, expected: str) -> None:
     assert cli.policy_of({"GITHUB_EVENT_NAME": event, "GITHUB_REF": ref}) == expected
 
 
-def test_docker_is_not_there_yet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """FP8CI_IN=docker is refused, never quietly run on the machine itself."""
-    monkeypatch.setenv("FP8CI_IN", "docker")
+def test_an_unknown_place_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """FP8CI_IN=podman is an error, never quietly a run on the machine itself; docker without an engine is one too."""
+    monkeypatch.setenv("FP8CI_IN", "podman")
     assert cli.main(["run", "--platform", "cpu"]) == 2
-    assert "tests cannot run in 'docker' yet" in capsys.readouterr().err
+    assert "FP8CI_IN is 'podman'; expected local or docker" in capsys.readouterr().err
+    monkeypatch.setenv("FP8CI_IN", "docker")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
+    assert cli.main(["run", "--platform", "cpu"]) == 4
+    assert "container" in capsys.readouterr().err
 
 
 # Real runs ---------------------------------------------------------------------------------------------------------

@@ -36,14 +36,21 @@ HARNESS: dict[str, int] = {
     "local": 2,
     "forked": 2,
     "nursery": 0,  # a process of its own, which imports nothing of ours
-    "container": 2,
-    "images": 2,
+    "inside": 0,  # runs inside a container, and imports nothing of ours
+    "engine": 2,  # the container engine: reaching it, whose a container is
+    "devices": 2,  # the GPUs of this host, and who has which
+    "container": 3,
+    "images": 3,
     "ledger": 3,
     "manifest": 3,
     "baselines": 3,
     "bands": 4,
     "fingerprint": 4,  # what a measurement was made with
-    "speed": 4,
+    "samples": 4,  # files of speed
+    "speed": 5,
+    "speedgate": 6,  # which recorded runs judge a row
+    "against": 9,  # a checkout of the merge base, for launches in turns
+    "calibrate": 10,  # several runs of one commit, into a baseline
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
     "junit_reader": 5,  # other people's JUnit
@@ -55,6 +62,7 @@ HARNESS: dict[str, int] = {
     "progress": 6,
     "run": 7,  # executes and writes the journal
     "doctor": 7,
+    "contained": 8,  # a run in containers, from the preflight to the executor
     "gate": 7,
     "combine": 8,  # several folders and files, one verdict
     "junit_merge": 9,
@@ -62,7 +70,7 @@ HARNESS: dict[str, int] = {
     "judged_with": 8,  # another checkout's judgement, in a process of its own
     "listings": 8,  # compiles kernels on demand, in the run's cache
     "report": 8,
-    "history": 8,
+    "history": 8,  # rows of speed over several runs
     "power": 8,  # how small a drift the bands see
     "rebuilt": 8,  # evidence made from baselines
     "perturb": 8,  # evidence made wrong, for the self-test
@@ -80,6 +88,9 @@ EXECUTES = {
     "local",
     "forked",
     "nursery",
+    "inside",
+    "engine",
+    "devices",
     "container",
     "images",
     "hooks",
@@ -88,13 +99,16 @@ EXECUTES = {
     "progress",
     "run",
     "listings",
+    "against",
     "doctor",
+    "contained",
 }
-JUDGES = {"bands", "speed", "machinecode", "deaths", "junit", "gate", "report", "combine"}
+JUDGES = {"bands", "samples", "speed", "speedgate", "machinecode", "deaths", "junit", "gate", "report", "combine"}
 
 # _triton, device <- formats <- scaling <- kernels <- {linear, moe} <- models <- config <- parallel <- train
 FP8STACK: dict[str, int] = {
     "_triton": 0,
+    "inductor": 0,
     "device": 1,  # reports Triton's version
     "data": 1,  # leaves: no FP8 in them
     "metrics": 1,

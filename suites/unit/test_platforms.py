@@ -73,7 +73,8 @@ def test_what_platforms_gate() -> None:
     }
     h200 = platforms.PLATFORMS["h200"]
     assert h200.suites == ("numerics", "loss")
-    assert set(h200.baseline_files) == {"h200/manifest.txt", "h200/loss.json", "cpu/loss.json", "waivers.toml"}
+    speed = {"h200/perf.json", "h200/published.json"}
+    assert set(h200.baseline_files) == {"h200/manifest.txt", "h200/loss.json", "cpu/loss.json", "waivers.toml"} | speed
 
 
 def test_every_platform_has_settings_for_its_suites() -> None:

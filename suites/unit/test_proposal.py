@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import across, baselines, cli, fingerprint, gate, platforms, proposal
+from harness import across, baselines, cli, fingerprint, gate, platforms, proposal, record
 from harness.record import Change
 from suites.unit import tiny_checkout
 from suites.unit.built_evidence import (
@@ -190,3 +190,31 @@ def test_another_fingerprint_is_said_beside_the_verdict(tmp_path: Path) -> None:
     judgement = gate.judge(built.write())
     assert judgement.exit_code == 0
     assert judgement.notes == ("recorded otherwise: torch: '2.13.0' -> '2.14.0', for 1 curves",)
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "now"),
+    [
+        pytest.param("partition", "SPX/NPS1", "CPX/NPS4", id="partition"),
+        pytest.param("image_digest", "sha256:1", "sha256:2", id="image"),
+    ],
+)
+def test_machine_and_image_are_part_of_the_fingerprint(key: str, before: str, now: str, tmp_path: Path) -> None:
+    """What run.json says of them goes into a row, and a later run elsewhere says that it was elsewhere."""
+    built = good(tmp_path)
+    assert getattr(record.provenance({**built.run, key: before}), key) == before
+    where = msgspec.structs.replace(WHERE, **{key: before})
+    rows = [msgspec.structs.replace(row, provenance=where) for row in loss_baseline_rows()]
+    baselines.write_atomic(built.baselines / "cpu/loss.json", baselines.encode_loss("cpu", rows))
+    assert gate.judge(built.write()).notes == ()  # a run that does not say it says nothing of it
+    built.run[key] = before
+    assert gate.judge(built.write()).notes == ()
+    built.run[key] = now
+    told = f"recorded otherwise: {key}: '{before}' -> '{now}', for 1 curves"
+    assert gate.judge(built.write()).notes == (told,)
+
+
+def test_a_row_without_partitions_does_not_name_them() -> None:
+    """Files that were recorded before there were any stay as they are, byte by byte."""
+    assert "partition" not in baselines.encode_loss("cpu", loss_baseline_rows())
+    assert fingerprint.of_row(WHERE)["partition"] is None

@@ -1,0 +1,209 @@
+"""`fp8ci baseline calibrate`: the same commit, launched again and again, into the speed baseline of a platform.
+
+Runs the perf suite several times (or takes `--from` folders of such runs), writes every launch as a recorded run, and
+tells of each row its noise and the smallest slow-down that it can show: a limit of three times the noise, never below
+3 %, or the floor of 2 us where the row is short. A row whose limit would be beyond 25 % is listed as too noisy to gate.
+
+One run has three launches and noise needs five, so `--runs 2` is the least that calibrates. A second stage that a run
+made for a suspicion counts too: it is the same commit.
+
+    fp8ci baseline calibrate --platform mi350x --runs 4        # on the machine, the day that one is there
+    fp8ci baseline calibrate --from EVIDENCE --from EVIDENCE   # anywhere, from what such runs have left
+
+What is refused: runs of several commits, a dirty checkout, evidence with a red test other than what a baseline cures.
+
+Not here: files (samples.py), noise and limits (speed.py), writing (record.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from harness import gate, record, samples, speed
+from harness.errors import ConfigError, MissingError, Verdict
+from harness.journal import FILE_NAME as JOURNAL_FILE
+from harness.journal import Journal
+from harness.platforms import Platform
+from harness.record import Change
+from harness.samples import PerfRun
+
+SUITE = "perf"
+DEFAULT_RUNS = 4
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What is known of one row. `noise` is None below speed.NOISE_LAUNCHES launches."""
+
+    test: str
+    launches: int
+    median_ns: float | None
+    noise: float | None
+    limit: float
+    smallest: float | None
+
+    @property
+    def told(self) -> str:
+        name = self.test.partition("/")[2]
+        if self.median_ns is None:
+            return f"{name}: {self.launches} launches, counted"
+        noise = "unknown" if self.noise is None else f"{self.noise:.2%}"
+        head = f"{name}: {self.median_ns / 1e3:.1f} us, {self.launches} launches, noise {noise}"
+        if self.limit > speed.TOO_NOISY:
+            return f"{head}: too noisy to gate (the limit would be {self.limit:.0%})"
+        assert self.smallest is not None
+        word = "not calibrated yet, " if self.noise is None else ""
+        return f"{head}, {word}smallest slow-down that it can show {self.smallest:.1%}"
+
+
+def run_all(runs: int, execute: Callable[[str], Path], say: Callable[[str], None]) -> list[Path]:
+    """Run the suite `runs` times; evidence that is no ground for a baseline ends it."""
+    found: list[Path] = []
+    for number in range(1, runs + 1):
+        say(f"calibrating: run {number} of {runs}")
+        evidence = execute(f"run-{number}")
+        check(evidence)
+        found.append(evidence)
+    return found
+
+
+def check(evidence: Path) -> None:
+    """ConfigError for evidence with anything red or unclear that calibrating does not cure.
+
+    A row that is too noisy to gate is cured by more launches, or recorded as what it is.
+    """
+    curable = record.CURABLE | {Verdict.UNMEASURABLE}
+    bad = [
+        result
+        for result in gate.judge(evidence).worst_first
+        if result.verdict not in curable
+        and not (result.verdict is Verdict.INCONCLUSIVE and (result.baseline or {}).get("limit", 0) > speed.TOO_NOISY)
+    ]
+    if bad:
+        raise ConfigError(
+            f"{evidence} has {len(bad)} rows that are no ground for a baseline, first {bad[0].id}: {bad[0].verdict} "
+            f"{bad[0].message}",
+            "a run on a machine that held still, in which every row was measured",
+            f"read {evidence}/summary.md, and run again",
+        )
+
+
+def rows_of(evidence: Path) -> list[PerfRun]:
+    """The rows of one evidence folder. ConfigError for a dirty checkout."""
+    run = gate.read_run(evidence)
+    if run.get("dirty"):
+        raise ConfigError(
+            f"{evidence} was made from a checkout with local changes",
+            "a commit that can be checked out again",
+            "commit, and run again",
+        )
+    where = record.provenance(run)
+    found: list[PerfRun] = []
+    for one in record.measured(Journal.read(evidence / JOURNAL_FILE).tests.values(), "samples_file"):
+        measured = samples.read(evidence / str(one.properties["samples_file"]))
+        mine = msgspec.structs.replace(measured, launches=list(measured.of("candidate")))
+        found.append(PerfRun(test=one.id, samples=mine, provenance=where))
+    return found
+
+
+def changes(root: Path, platform: Platform, evidence: Sequence[Path]) -> tuple[Change, list[Calibrated]]:
+    """What calibrating would write, and what is known of each row afterwards.
+
+    Raises:
+        ConfigError: the runs are of several commits, or of a dirty one.
+        MissingError: they measured nothing.
+    """
+    fresh = [row for folder in evidence for row in rows_of(folder)]
+    if not fresh:
+        raise MissingError("nothing to calibrate: no test left samples", "a run of the perf suite", "run it on a GPU")
+    commits = sorted({row.provenance.commit for row in fresh})
+    if len(commits) > 1:
+        raise ConfigError(
+            f"the runs are of {len(commits)} commits, {commits[0][:12]} and {commits[1][:12]}",
+            "one: the noise of a row is what differs without a change",
+            "calibrate from runs of one commit",
+        )
+    path = root / "baselines" / platform.id / samples.PERF_FILE
+    old = samples.load(path, platform.id).rows if path.exists() else []
+    change = Change(path, "")
+    by_key = {row.key: row for row in old}
+    merged = {**by_key, **{row.key: row for row in fresh}}
+    tests = sorted({row.test for row in fresh})
+    known: list[Calibrated] = []
+    for test in tests:
+        before = [row for row in old if row.test == test]
+        after = _comparable([row for row in merged.values() if row.test == test], fresh, test)
+        dropped = [row for row in before if row.key not in {one.key for one in after}]
+        for row in dropped:
+            merged.pop(row.key, None)
+        if dropped:
+            change.loosened.append(f"{test}: another configuration in place of {len(dropped)} runs")
+        now = calibrated(test, after)
+        known.append(now)
+        wider = _wider(test, [row for row in before if row not in dropped], now)
+        change.loosened.extend(wider)
+    change.told.append(f"{len(fresh)} runs of {len(tests)} rows written, {len(merged)} runs in all")
+    change.text = samples.encode(platform.id, merged.values())
+    return change, known
+
+
+def _comparable(rows: Sequence[PerfRun], fresh: Sequence[PerfRun], test: str) -> list[PerfRun]:
+    """Those of the configuration and device that was measured now."""
+    now = next(row for row in fresh if row.test == test)
+    return [
+        row
+        for row in rows
+        if row.samples.config == now.samples.config
+        and row.samples.kind == now.samples.kind
+        and row.provenance.device == now.provenance.device
+    ]
+
+
+def _wider(test: str, before: Sequence[PerfRun], now: Calibrated) -> list[str]:
+    """A limit that the new runs widen: noise that was found later is tolerance all the same."""
+    if not before or now.median_ns is None:
+        return []
+    old = calibrated(test, before)
+    if old.noise is None or now.limit <= old.limit:
+        return []
+    return [f"{test} limit {old.limit:.4f} -> {now.limit:.4f}"]
+
+
+def calibrated(test: str, rows: Sequence[PerfRun]) -> Calibrated:
+    """Noise, limit and smallest effect of one row, from all of its runs."""
+    launches = [one for row in rows for one in row.samples.launches]
+    kind = rows[0].samples.kind
+    if kind == "counts":
+        return Calibrated(test, len(launches), None, 0.0, 0.0, None)
+    if kind == "compile":
+        seconds = statistics.median(one.compile_seconds or 0.0 for one in launches)
+        smallest = speed.smallest_effect(speed.COMPILE_LIMIT, max(seconds, 1e-9) * 1e9, speed.COMPILE_FLOOR_NS)
+        return Calibrated(test, len(launches), seconds * 1e9, None, speed.COMPILE_LIMIT, smallest)
+    median = statistics.median(value for one in launches for value in one.candidate)
+    limit, noise = speed.limit_of(rows)
+    return Calibrated(test, len(launches), median, noise, limit, speed.smallest_effect(limit, median))
+
+
+def lint(root: Path) -> list[str]:
+    """What is wrong with the speed baselines of a checkout; malformed files raise ConfigError as when judging.
+
+    No values copied between platforms, no recorded figure that somebody else has published.
+    """
+    problems: list[str] = []
+    owners: dict[tuple[float, ...], str] = {}
+    for path in sorted((root / "baselines").glob(f"*/{samples.PERF_FILE}")):
+        platform = path.parent.name
+        for row in samples.load(path, platform).rows:
+            for one in row.samples.launches:
+                values = tuple(one.candidate)
+                owner = owners.setdefault(values, platform) if values else platform
+                if owner != platform:
+                    problems.append(f"{platform}/{samples.PERF_FILE}: {row.samples.case} holds the values of {owner}")
+    for path in sorted((root / "baselines").glob(f"*/{samples.PUBLISHED_FILE}")):
+        samples.load_published(path, path.parent.name)
+    return problems

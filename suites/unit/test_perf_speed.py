@@ -1,0 +1,219 @@
+"""The perf suite on a CPU: its rows, launches made of other stuff, counts from a trace, and that it refuses xdist."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from fp8stack.moe import Routing
+from harness.samples import Launch, PerfRun
+from suites.perf import kernels, launch, moe, rows, test_speed, timing
+from suites.unit import built_samples as built
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = test_speed.ROWS[0]
+
+
+def test_rows_are_named_once() -> None:
+    """Every kernel, grouped product, linear and MoE layer has a row; ids are unique, ASCII and of the format."""
+    for fmt in ("e4m3fn", "e4m3fnuz"):
+        table = rows.rows(fmt)
+        assert len(rows.by_case(fmt)) == len(table)
+        assert {row.op for row in table} > {"rowwise", "colwise", "experts", "grouped_gemm", "linear", "moe"}
+        assert all(row.case.isascii() and f"-{fmt}" in row.case and len(row.case) <= 80 for row in table)
+        assert {row.case for row in rows.first_of_each_op(fmt)} <= rows.by_case(fmt).keys()
+
+
+class Fake:
+    """Launches that take no time: `slower` of the candidate in stage one and two."""
+
+    def __init__(self, *slower: float) -> None:
+        self.slower = slower or (1.0,)
+        self.calls: list[tuple[str, tuple[str, ...], str | None]] = []
+        self.machine = built.Machine(random.Random(4))
+
+    def __call__(self, kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
+        mine = [call for call in self.calls if call[2] is None]
+        self.calls.append((kind, tuple(cases), tree))
+        factor = 1.0 if tree else self.slower[min(len(mine) // 3, len(self.slower) - 1)]
+        document: dict[str, Any] = {"rows": {}, "errors": {}, "resolution_ns": 500.0}
+        for case in cases:
+            fields = msgspec.to_builtins(self.machine.launch(1, slower={"candidate": factor}))
+            document["rows"][case] = {k: v for k, v in fields.items() if k not in ("number", "stage", "side")}
+        return document
+
+
+def launched(fake: Fake, recorded: Sequence[PerfRun] = ()) -> test_speed.Launched:
+    return test_speed.Launched({"time": [ROW.case]}, lambda case: recorded, start=fake)
+
+
+def recorded() -> list[PerfRun]:
+    return built.recorded(random.Random(3))
+
+
+def test_three_launches_and_no_more() -> None:
+    """A row that nobody suspects has one stage; all of its launches reach the file."""
+    fake = Fake()
+    found = launched(fake, recorded()).of("time", ROW)
+    assert fake.calls == [("time", (ROW.case,), None)] * 3
+    assert [(one.number, one.stage) for one in found.of("candidate")] == [(1, 1), (2, 1), (3, 1)]
+    assert found.resolution_ns == 500.0
+
+
+@pytest.mark.parametrize("second", [1.3, 1.0], ids=["confirmed", "refuted"])
+def test_a_suspected_row_is_launched_again(second: float) -> None:
+    """The second stage happens, whatever it will show; only rows that are suspected take part."""
+    fake = Fake(1.3, second)
+    found = launched(fake, recorded()).of("time", ROW)
+    assert len(fake.calls) == 6
+    assert [one.stage for one in found.of("candidate")] == [1, 1, 1, 2, 2, 2]
+
+
+def test_pairs_with_a_base_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a base, launches are ours, base; base, ours; ours, base: neither is always the first."""
+    monkeypatch.setenv(test_speed.AGAINST_VARIABLE, "/base")
+    fake = Fake()
+    found = launched(fake).of("time", ROW)
+    assert [tree for _, _, tree in fake.calls] == [None, "/base", "/base", None, None, "/base"]
+    assert len(found.of("base")) == len(found.of("candidate")) == 3
+
+
+def test_a_row_that_was_not_measured_fails() -> None:
+    """An error of one launch is the test's failure, in its words."""
+
+    def broken(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
+        return {"rows": {}, "errors": dict.fromkeys(cases, "RuntimeError: out of it")}
+
+    made = test_speed.Launched({"time": [ROW.case]}, lambda case: (), start=broken)
+    with pytest.raises(AssertionError, match=r"was not measured: candidate, launch 3: RuntimeError: out of it"):
+        made.of("time", ROW)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches for real on a GPU")
+def test_a_launch_without_a_gpu_says_so() -> None:
+    """A real process that ends with exit 4: every row has its last line as the error."""
+    document = test_speed.launch_once("time", [ROW.case], None)
+    assert document["errors"] == {
+        ROW.case: "the launch ended with 4: no GPU is visible; speed is measured on one; run this on a GPU"
+    }
+
+
+def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
+    """A launch of the base imports that checkout's fp8stack, and the measuring code of this one."""
+    base = tmp_path / "checkout"
+    for package in ("fp8stack", "suites/perf"):
+        (base / package).mkdir(parents=True)
+    (base / "fp8stack" / "__init__.py").write_text("")
+    code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(list(suites.perf.__path__)[0])"
+
+    def found(tree: str | None) -> list[str]:
+        env = {**os.environ, "PYTHONPATH": test_speed.search_path(tmp_path, tree)}
+        done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+        return [str(Path(line).resolve()) for line in done.stdout.splitlines()]
+
+    ours = str(ROOT / "suites" / "perf")
+    assert found(str(base)) == [str(base / "fp8stack" / "__init__.py"), ours]
+    assert found(None) == [str(ROOT / "fp8stack" / "__init__.py"), ours]
+
+
+def false_samples(
+    candidate: timing.Candidate, reference: timing.Candidate | None, probe: timing.Candidate, blocks: int
+) -> dict[str, timing.Timed]:
+    """Calls everything once, and says a millisecond."""
+    roles = {"candidate": candidate, "reference": reference, "probe": probe}
+    for one in roles.values():
+        for call in one.calls if one is not None else ():
+            call()
+    return {name: timing.Timed(name, (1e6,) * (2 * blocks) if one else ()) for name, one in roles.items()}
+
+
+SMALL: dict[str, Callable[[], rows.Row]] = {
+    "kernel": lambda: rows.of_kernel(kernels.Row("rowwise", (64, 32), torch.bfloat16, None, None), "e4m3fn"),
+    "grouped-kernel": lambda: rows.of_kernel(kernels.Row("colwise", (64, 32, 2), torch.bfloat16, None, None), "e4m3fn"),
+    "linear": lambda: rows.of_linear((64, 48), "rowwise_with_gw_hp", "e4m3fn"),
+    "layer": lambda: rows.of_layer("dsv3", "e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("make", SMALL.values(), ids=SMALL)
+def test_a_row_runs_small(make: Callable[[], rows.Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidate, reference and probe of a row can be called, and a launch's fields are what the harness reads."""
+    size = moe.Layer(24, 64, 48, Routing(4, 2, "sigmoid", 2, 2, normalise=True, scale=2.5), 1)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "interleaved", false_samples)
+    monkeypatch.setattr(rows, "PROBE_SIZE", 32)
+    monkeypatch.setattr(moe, "LAYERS", {"dsv3": size})
+    monkeypatch.setattr(moe, "TOKENS", 32)
+    fields = launch.timed(make(), torch.device("cpu"))
+    one = msgspec.convert({**fields, "number": 1}, Launch)
+    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * launch.BLOCKS
+    assert one.input_spread is None or one.input_spread == pytest.approx(1.0, abs=0.2)
+
+
+TRACE = [
+    {"name": "fp8ci-counted", "cat": "user_annotation", "ts": 100, "dur": 50},
+    {"name": "_quantize", "cat": "kernel", "ts": 200, "dur": 9},
+    {"name": "_scales", "cat": "kernel", "ts": 190, "dur": 9},
+    {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 110, "dur": 1},
+    {"name": "cudaDeviceSynchronize", "cat": "cuda_runtime", "ts": 160, "dur": 1},
+]
+
+
+def test_counts_of_a_trace() -> None:
+    """Kernels wherever they ran; waits of the host within the call only; a trace without its mark proves nothing."""
+    assert launch.counts_of(TRACE) == {"kernels": 2, "synchronisations": 0}
+    inserted = {"name": "hipStreamSynchronize", "cat": "hip_runtime", "ts": 120, "dur": 5}
+    assert launch.counts_of([*TRACE, inserted]) == {"kernels": 2, "synchronisations": 1}
+    with pytest.raises(RuntimeError, match="the profiler saw nothing"):
+        launch.counts_of(TRACE[1:])
+
+
+def test_the_profiler_marks_a_call() -> None:
+    """What `counts_of` looks for is what torch's profiler writes."""
+    assert launch.count(lambda: torch.ones(4) + 1, torch.device("cpu")) == {"kernels": 0, "synchronisations": 0}
+
+
+def pytest_in(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    env = {**clean, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("how", ["argument", "configuration"])
+def test_xdist_is_refused(how: str, tmp_path: Path) -> None:
+    """`-n 2`, and `-n auto` from somebody's environment: exit 4, with what to do."""
+    arguments, environment = (["-n", "2"], {}) if how == "argument" else ([], {"PYTEST_ADDOPTS": "-n auto"})
+    done = pytest_in(ROOT, "suites/perf", *arguments, **environment)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "add `-n 0` where a configuration file or PYTEST_ADDOPTS sets it" in done.stderr
+
+
+def test_samples_reach_the_storage_of_pytest_benchmark(tmp_path: Path) -> None:
+    """Through a timer that replays them: its file holds our samples, in seconds and in order."""
+    pytest.importorskip("pytest_benchmark")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "from suites.perf.test_speed import replay\n"
+        "@pytest.mark.benchmark(timer=replay, warmup=False)\n"
+        "def test_it(benchmark):\n"
+        "    replay.load([1500.0, 2500.0, 1000.0])\n"
+        "    benchmark.pedantic(lambda: None, rounds=3, iterations=1)\n"
+    )
+    out = tmp_path / "benchmark.json"
+    done = pytest_in(tmp_path, "-p", "no:xdist", f"--benchmark-json={out}", "test_it.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["benchmarks"]
+    assert row["stats"]["data"] == pytest.approx([1.5e-6, 2.5e-6, 1e-6])

@@ -28,7 +28,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import bands, baselines, deaths, fingerprint, junit, ledger, machinecode, manifest, samples, speedgate
+from harness import (
+    bands,
+    baselines,
+    deaths,
+    files,
+    fingerprint,
+    junit,
+    ledger,
+    machinecode,
+    manifest,
+    samples,
+    speedgate,
+)
 from harness.capabilities import Capabilities
 from harness.errors import (
     BASELINE,
@@ -51,6 +63,7 @@ __all__ = ["Judgement", "Result", "judge", "read_run"]
 
 RUN_FILE = "run.json"
 JUDGED_WITH = "judged-with"
+JUNIT_FILE = "junit.xml"
 SCHEMA = 1
 MAIN = "main"
 POLICIES = ("pull-request", MAIN)
@@ -79,18 +92,19 @@ def read_run(evidence: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: this is no evidence folder.
-        UnreadableError: it is one, and its run.json is missing or cut.
+        UnreadableError: it is one, and its run.json is missing or cut, or one of its files is a link to elsewhere.
     """
     wanted, following = "a folder that `fp8ci run` has written", "name one, or make one: `fp8ci run --platform cpu`"
     if not evidence.is_dir():
         raise UsageError(f"{evidence} is no folder", wanted, following)
     path = evidence / RUN_FILE
+    files.check_inside(evidence, (RUN_FILE, JOURNAL_FILE, JUNIT_FILE, JUDGED_WITH, "logs"))
     if not path.exists():
         if (evidence / JOURNAL_FILE).exists():
             raise UnreadableError(f"{evidence} has a journal but no {RUN_FILE}", "both", "run again")
         raise UsageError(f"{evidence} is no evidence: it has no {RUN_FILE}", wanted, following)
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = json.loads(files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UnreadableError(f"{path} cannot be read ({error})", "what a run writes first", "run again") from None
     needed = {"run_id": str, "platform": str, "suites": list}
@@ -209,9 +223,8 @@ def _journaled(found: _Evidence) -> list[Result]:
         log = deaths.log_tail(found.folder, suite)
         _, session = deaths.last_of(found.journal, suite)
         death = deaths.of_suite(found.journal, suite, found.folder)
-        interrupted = session is not None and session.rc == deaths.PYTEST_INTERRUPTED
-        if death is None and interrupted:
-            death = deaths.Death(Verdict.INTERRUPTED, "pytest was interrupted")
+        if death is None and session is not None:
+            death = deaths.stop_of(found.journal, suite, session)
         crashed = deaths.crashed_tests(found.journal, suite, log)
         for record in found.journal.tests.values():
             if record.suite == suite:
@@ -653,6 +666,9 @@ def _narrowed(found: _Evidence) -> Iterator[Result]:
         yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
         return
     for suite in found.suites:
+        if suite in found.journal.uncounted:
+            what = "nobody counted how many tests pytest's own arguments deselected; all must run"
+            yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)
         if found.journal.deselected.get(suite):
             what = f"{found.journal.deselected[suite]} tests were deselected by pytest's own arguments; all must run"
             yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)
@@ -715,7 +731,7 @@ def _report_of_another_run(found: _Evidence) -> Iterator[Result]:
     There is none while a run judges itself. What it says of curves and machine code depends on the files judged with;
     whether a test passed, failed or is there at all does not.
     """
-    path = found.folder / "junit.xml"
+    path = found.folder / JUNIT_FILE
     if not path.exists():
         return
     try:

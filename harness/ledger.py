@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import capabilities, manifest, platforms
+from harness import capabilities, files, manifest, platforms
 from harness.errors import ConfigError
 
 LONGEST = datetime.timedelta(days=90)
@@ -86,7 +86,7 @@ def load(path: Path, day: datetime.date | None = None) -> tuple[Waiver, ...]:
     more than 90 days after `day` (default: today), two entries for one test and place.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except FileNotFoundError:
         return ()
     except (OSError, UnicodeDecodeError) as error:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from harness import gate, junit, ledger, machinecode
-from harness.errors import ConfigError, UnreadableError, UsageError, Verdict
+from harness import deaths, gate, journal, junit, ledger, machinecode
+from harness.errors import VERDICTS, ConfigError, UnreadableError, UsageError, Verdict
 from harness.result import Judgement, Result
 from suites.unit.built_evidence import (
     BF16_TEST,
@@ -347,13 +347,55 @@ def test_worker_crash(tmp_path: Path) -> None:
 
 
 def test_disk_full_is_the_machine(tmp_path: Path) -> None:
-    """A process that died with `No space left on device` in its log is exit 4 for its test, once nothing is unrun."""
-    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", rc=1)
+    """The plugin whose own write met a full disk ends its process with a code that says so: exit 4 for its test."""
+    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", rc=journal.DISK_FULL_EXIT)
+    built.session_rc["numerics"] = None
+    judgement = gate.judge(built.baseline().write())
+    assert (verdict(judgement, OTHER_TEST), judgement.exit_code) == (Verdict.DISK, 4)
+
+
+PRINTED = {
+    "disk": "OSError: [Errno 28] No space left on device",
+    "shm": "Bus error: nonexistent physical address",
+    "pids": "bash: fork: retry: Resource temporarily unavailable",
+}
+
+
+@pytest.mark.parametrize("text", PRINTED.values(), ids=PRINTED)
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ({"rc": 1}, Verdict.CRASH),
+        ({"rc": None, "signal": "SIGSEGV"}, Verdict.CRASH),
+        ({"rc": None, "signal": "SIGKILL"}, Verdict.KILLED),
+    ],
+    ids=["exit", "sigsegv", "sigkill"],
+)
+def test_a_log_alone_accuses_no_machine(text: str, end: dict[str, Any], expected: Verdict, tmp_path: Path) -> None:
+    """A test may print anything: without evidence of the machine's own its death is its own, and is not retried."""
+    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", **end)
     built.session_rc["numerics"] = None
     built.baseline().write()
-    built.file("logs/numerics.log", "OSError: [Errno 28] No space left on device\n")
+    built.file("logs/numerics.log", f"{text}\n")
     judgement = gate.judge(tmp_path)
-    assert (verdict(judgement, OTHER_TEST), judgement.exit_code) == (Verdict.DISK, 4)
+    assert (verdict(judgement, OTHER_TEST), judgement.exit_code) == (expected, VERDICTS[expected].exit_code)
+    assert not deaths.machine_failed(tmp_path, "numerics")
+    assert text in of(judgement, OTHER_TEST).detail
+    worker = {"id": OTHER_TEST, "worker": "gw0", "signal": end.get("signal"), "message": "", "suite": "numerics"}
+    built = good(tmp_path / "xdist").test(OTHER_TEST, "failed", "worker 'gw0' crashed")
+    built.extra_events.append(("worker-crash", worker))
+    built.baseline().write()
+    built.file("logs/numerics.log", f"{text}\n")
+    assert verdict(gate.judge(built.folder), OTHER_TEST) is expected
+
+
+def test_a_bus_error_for_want_of_memory(tmp_path: Path) -> None:
+    """The signal and the handler's words together: /dev/shm is too small."""
+    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", rc=None, signal="SIGBUS").baseline()
+    built.write()
+    assert verdict(gate.judge(tmp_path), OTHER_TEST) is Verdict.CRASH
+    built.file("logs/numerics.log", "Caught signal 7 (Bus error: nonexistent physical address)\n")
+    assert verdict(gate.judge(tmp_path), OTHER_TEST) is Verdict.SHM
 
 
 @pytest.mark.parametrize(
@@ -798,6 +840,17 @@ def test_run_json_says_what_nobody_asked_for(key: str, tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps({**built.run, key: value, "capabilities": machine}))
     judgement = gate.judge(folder)
     assert (verdict(judgement, "numerics/suite::arguments"), judgement.exit_code) == (Verdict.DISAGREE, 3)
+
+
+def test_nobody_counted_what_was_deselected(tmp_path: Path) -> None:
+    """Workers that never came to their end say no count: unknown, which is not none."""
+    built = good(tmp_path)
+    built.deselected["numerics"] = None
+    folder = built.write()
+    assert gate.judge(folder).exit_code == 0
+    judgement = gate.judge(folder, whole=True)
+    assert (verdict(judgement, "numerics/suite::deselected"), judgement.exit_code) == (Verdict.MISSING, 3)
+    assert "nobody counted" in of(judgement, "numerics/suite::deselected").message
 
 
 def test_deselected_by_an_argument_of_pytest(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -221,6 +222,23 @@ def test_twelve_megabytes_of_output(tmp_path: Path) -> None:
     assert "big.xml: repaired: long output is cut" in judgement.notes
     junit_merge.merge([path], out)
     assert out.stat().st_size < 100_000
+
+
+def test_suites_in_suites_without_end(tmp_path: Path) -> None:
+    """50,000 deep: refused in a moment, with what was whole before; as deep as anybody nests is read."""
+    path = tmp_path / "deep.xml"
+    for depth, verdicts, exit_code in ((30, ONE_RED, 1), (50_000, {"PASS": 1, "UNREADABLE": 1}, 3)):
+        head = '<testsuite name="s"><testcase classname="t" name="first"/>' + '<testsuite name="s">' * (depth - 1)
+        last = '<testcase classname="t" name="last"><failure message="wrong"/></testcase>'
+        path.write_text(head + last + "</testsuite>" * depth)
+        started = time.monotonic()
+        judgement, _ = combine.judge([path])
+        assert time.monotonic() - started < 5
+        assert (judgement.counts, judgement.exit_code) == (verdicts, exit_code), said(judgement)
+    assert "testsuites are nested more than 64 deep; 1 whole cases before that" in said(judgement)
+    elements = "<properties>" * 50_000
+    path.write_text(f'<testsuite name="s"><testcase name="a">{elements}')
+    assert combine.judge([path])[0].counts == UNREADABLE
 
 
 def test_two_hundred_megabytes(tmp_path: Path) -> None:

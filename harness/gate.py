@@ -343,6 +343,8 @@ def file_of(folder: Path, result: Result, key: str) -> Path:
         raise UnreadableError(f"{key} {name!r} is no path ({error})", "a path inside of the evidence folder") from None
     if not path.is_relative_to(folder.resolve()):
         raise UnreadableError(f"{key} {name!r} lies outside of the evidence folder", "a path inside of it")
+    if path.exists() and not path.is_file():  # a pipe is waited for forever
+        raise UnreadableError(f"{key} {name!r} {files.NO_FILE}", "a file inside of the evidence folder")
     return path
 
 

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from fp8stack import device, formats
+from harness.samples import Kind, Launch, Samples
 from suites.perf import grouped_gemm, kernels, moe, timing
 
+BLOCKS = 10
 PROBE_SIZE = 8192  # of a dense GEMM: 1.1 TFLOP, long past its launch
 
 
@@ -48,6 +50,7 @@ class Row:
     reference: str
     config: Mapping[str, Any]
     make: Callable[[torch.device], Made] = field(compare=False)
+    blocks: int = BLOCKS
 
 
 def spread(x: torch.Tensor) -> float:
@@ -71,6 +74,27 @@ def probe(name: str, where: torch.device) -> tuple[timing.Candidate, int]:
     one = torch.ones((), device=where)
     call = functools.partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     return timing.Candidate("fp8", [call], 2 * PROBE_SIZE**2), work
+
+
+def samples(row: Row, kind: Kind, launches: Sequence[Launch], resolution_ns: float) -> Samples:
+    """What a row leaves in the evidence."""
+    timed = kind == "time"
+    work = {"": 0, "copy": 2 * timing.COPY_BYTES}.get(row.probe, 2 * PROBE_SIZE**3)
+    return Samples(
+        kind=kind,
+        case=row.case,
+        op=row.op,
+        format=row.format,
+        arch=device.detect().arch.name,
+        config=dict(row.config),
+        work=row.work if timed else 0,
+        probe=row.probe if timed else "",  # type: ignore[arg-type]
+        probe_work=work if timed else 0,
+        reference=row.reference if timed else "",
+        resolution_ns=resolution_ns,
+        most={"synchronisations": 0} if kind == "counts" else {},
+        launches=list(launches),
+    )
 
 
 def of_kernel(row: kernels.Row, fmt: str) -> Row:

@@ -2,22 +2,21 @@
 
 The session launches `suites.perf.launch` for all of its rows at once, FP8CI_LAUNCHES times (default 3), in turns with
 the same on the base of a comparison where FP8CI_AGAINST names a checkout; rows that the first stage suspects are
-launched as often again. A test then writes its samples into the evidence, and into pytest-benchmark's storage and table
-through a timer that replays them. It asserts nothing about time: whether a row is slower is the gate's to say.
+launched as often again. Everything is compiled before, side by side. With FP8CI_PERF_SECONDS no launch beyond the least
+three begins after so many seconds. A test then writes its samples into the evidence, and into pytest-benchmark's
+storage and table through a timer that replays them. It asserts nothing about time: whether a row is slower is the
+gate's to say.
 
-Not here: what a row is (rows.py), one launch (launch.py).
+Not here: what a row is (rows.py), one launch (launch.py), its process (processes.py).
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,12 +26,12 @@ from fp8stack import device
 from harness import samples, speed
 from harness.samples import Launch, PerfRun, Samples
 from suites.conftest import ROOT, Evidence
-from suites.perf import rows
+from suites.perf import processes, rows
 
 LAUNCHES_VARIABLE = "FP8CI_LAUNCHES"
 AGAINST_VARIABLE = "FP8CI_AGAINST"
 COMMIT_VARIABLE = "FP8CI_AGAINST_COMMIT"
-DEADLINE = 1800.0
+SECONDS_VARIABLE = "FP8CI_PERF_SECONDS"
 
 FORMAT = device.detect().arch.e4m3
 ROWS = rows.rows(FORMAT)
@@ -72,7 +71,9 @@ class Launched:
     done: dict[str, dict[str, list[Launch]]] = field(default_factory=dict)
     errors: dict[tuple[str, str], str] = field(default_factory=dict)
     resolution_ns: float = 0.0
-    start: Callable[..., dict[str, Any]] = field(default_factory=lambda: launch_once)
+    until: float = math.inf
+    prepare: Callable[..., str] = field(default_factory=lambda: processes.prepare)
+    start: Callable[..., dict[str, Any]] = field(default_factory=lambda: processes.launch_once)
 
     def of(self, kind: str, row: rows.Row) -> Samples:
         if kind not in self.done:
@@ -82,28 +83,15 @@ class Launched:
         return self.samples(kind, row)
 
     def samples(self, kind: str, row: rows.Row) -> Samples:
-        copy = rows.timing.COPY_BYTES * 2
-        work = {"": 0, "copy": copy}.get(row.probe, 2 * rows.PROBE_SIZE**3)
-        timed = kind == "time"
-        return Samples(
-            kind=kind,
-            case=row.case,
-            op=row.op,
-            format=row.format,
-            arch=device.detect().arch.name,
-            config=dict(row.config),
-            work=row.work if timed else 0,
-            probe=row.probe if timed else "",
-            probe_work=work if timed else 0,
-            reference=row.reference if timed else "",
-            resolution_ns=self.resolution_ns,
-            most={"synchronisations": 0} if kind == "counts" else {},
-            launches=self.done.get(kind, {}).get(row.case, []),
-        )
+        return rows.samples(row, kind, self.done.get(kind, {}).get(row.case, []), self.resolution_ns)
 
     def _launch(self, kind: str) -> None:
         self.done[kind] = {}
         count = int(os.environ.get(LAUNCHES_VARIABLE, speed.LEAST_LAUNCHES))
+        self.until = time.monotonic() + float(os.environ.get(SECONDS_VARIABLE, "inf"))
+        if kind != "compile":
+            for tree in dict.fromkeys([None, os.environ.get(AGAINST_VARIABLE)]):
+                self.prepare(self.cases[kind], tree)
         self._stage(kind, self.cases[kind], 1, count)
         if kind == "time":
             by_case = {row.case: row for row in ROWS}
@@ -116,6 +104,8 @@ class Launched:
         base = os.environ.get(AGAINST_VARIABLE)
         sides: list[tuple[str, str | None]] = [("candidate", None), *([("base", base)] if base else [])]
         for number in range(1, count + 1):
+            if number > speed.LEAST_LAUNCHES and time.monotonic() > self.until:
+                break
             for side, tree in sides if number % 2 else reversed(sides):
                 document = self.start(kind, cases, tree)
                 self.resolution_ns = float(document.get("resolution_ns", 0.0))
@@ -127,43 +117,6 @@ class Launched:
                 for case, fields in document["rows"].items():
                     one = msgspec.convert({**fields, **told}, Launch)
                     self.done[kind].setdefault(case, []).append(one)
-
-
-def launch_once(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
-    """One fresh process; with `tree`, that checkout's fp8stack under this one's measuring code."""
-    with tempfile.TemporaryDirectory(prefix="fp8ci-launch-") as name:
-        folder = Path(name)
-        out = folder / "launch.json"
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "suites.perf.launch", "--kind", kind, "--out", str(out), *cases],
-            env={**os.environ, "PYTHONPATH": search_path(folder, tree)},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        if not out.exists():
-            told = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-            return {"rows": {}, "errors": dict.fromkeys(cases, f"the launch ended with {done.returncode}: {told}")}
-        document: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        for case in cases:
-            if case not in document["rows"]:
-                document["errors"].setdefault(case, f"the launch ended with {done.returncode} before this row")
-        wanted = Path(tree or ROOT).resolve()
-        if Path(document["tree"]) != wanted:
-            document["errors"] = dict.fromkeys(cases, f"fp8stack came from {document['tree']}, expected {wanted}")
-        return document
-
-
-def search_path(folder: Path, tree: str | None) -> str:
-    """PYTHONPATH of a launch: this checkout, with another one's fp8stack before it where `tree` names one."""
-    path = [str(ROOT)]
-    if tree is not None:
-        (folder / "base").mkdir()
-        (folder / "base" / "fp8stack").symlink_to(Path(tree).resolve() / "fp8stack")
-        path.insert(0, str(folder / "base"))
-    return os.pathsep.join(path)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import torch
 
 from fp8stack.moe import Routing
 from harness.samples import Launch, PerfRun
-from suites.perf import kernels, launch, moe, rows, test_speed, timing
+from suites.perf import kernels, launch, moe, processes, rows, test_speed, timing
 from suites.unit import built_samples as built
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,13 @@ class Fake:
     def __init__(self, *slower: float) -> None:
         self.slower = slower or (1.0,)
         self.calls: list[tuple[str, tuple[str, ...], str | None]] = []
+        self.prepared: list[str | None] = []
         self.machine = built.Machine(random.Random(4))
+
+    def prepare(self, cases: Sequence[str], tree: str | None) -> str:
+        assert not self.calls
+        self.prepared.append(tree)
+        return ""
 
     def __call__(self, kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
         mine = [call for call in self.calls if call[2] is None]
@@ -54,7 +60,7 @@ class Fake:
 
 
 def launched(fake: Fake, recorded: Sequence[PerfRun] = ()) -> test_speed.Launched:
-    return test_speed.Launched({"time": [ROW.case]}, lambda case: recorded, start=fake)
+    return test_speed.Launched({"time": [ROW.case]}, lambda case: recorded, prepare=fake.prepare, start=fake)
 
 
 def recorded() -> list[PerfRun]:
@@ -66,6 +72,7 @@ def test_three_launches_and_no_more() -> None:
     fake = Fake()
     found = launched(fake, recorded()).of("time", ROW)
     assert fake.calls == [("time", (ROW.case,), None)] * 3
+    assert fake.prepared == [None]
     assert [(one.number, one.stage) for one in found.of("candidate")] == [(1, 1), (2, 1), (3, 1)]
     assert found.resolution_ns == 500.0
 
@@ -84,6 +91,7 @@ def test_pairs_with_a_base_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(test_speed.AGAINST_VARIABLE, "/base")
     fake = Fake()
     found = launched(fake).of("time", ROW)
+    assert fake.prepared == [None, "/base"]
     assert [tree for _, _, tree in fake.calls] == [None, "/base", "/base", None, None, "/base"]
     assert len(found.of("base")) == len(found.of("candidate")) == 3
 
@@ -94,7 +102,7 @@ def test_a_row_that_was_not_measured_fails() -> None:
     def broken(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
         return {"rows": {}, "errors": dict.fromkeys(cases, "RuntimeError: out of it")}
 
-    made = test_speed.Launched({"time": [ROW.case]}, lambda case: (), start=broken)
+    made = test_speed.Launched({"time": [ROW.case]}, lambda case: (), prepare=lambda cases, tree: "", start=broken)
     with pytest.raises(AssertionError, match=r"was not measured: candidate, launch 3: RuntimeError: out of it"):
         made.of("time", ROW)
 
@@ -102,7 +110,7 @@ def test_a_row_that_was_not_measured_fails() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches for real on a GPU")
 def test_a_launch_without_a_gpu_says_so() -> None:
     """A real process that ends with exit 4: every row has its last line as the error."""
-    document = test_speed.launch_once("time", [ROW.case], None)
+    document = processes.launch_once("time", [ROW.case], None)
     assert document["errors"] == {
         ROW.case: "the launch ended with 4: no GPU is visible; speed is measured on one; run this on a GPU"
     }
@@ -117,7 +125,7 @@ def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
     code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(list(suites.perf.__path__)[0])"
 
     def found(tree: str | None) -> list[str]:
-        env = {**os.environ, "PYTHONPATH": test_speed.search_path(tmp_path, tree)}
+        env = {**os.environ, "PYTHONPATH": processes.search_path(tmp_path, tree)}
         done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
         return [str(Path(line).resolve()) for line in done.stdout.splitlines()]
 
@@ -127,13 +135,20 @@ def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
 
 
 def false_samples(
-    candidate: timing.Candidate, reference: timing.Candidate | None, probe: timing.Candidate, blocks: int
+    candidate: timing.Candidate,
+    reference: timing.Candidate | None,
+    probe: timing.Candidate,
+    blocks: int,
+    warm_up: float,
+    after_block: Callable[[], None],
 ) -> dict[str, timing.Timed]:
     """Calls everything once, and says a millisecond."""
     roles = {"candidate": candidate, "reference": reference, "probe": probe}
     for one in roles.values():
         for call in one.calls if one is not None else ():
             call()
+    for _ in range(blocks):
+        after_block()
     return {name: timing.Timed(name, (1e6,) * (2 * blocks) if one else ()) for name, one in roles.items()}
 
 
@@ -158,7 +173,7 @@ def test_a_row_runs_small(make: Callable[[], rows.Row], monkeypatch: pytest.Monk
     monkeypatch.setattr(moe, "TOKENS", 32)
     fields = launch.timed(make(), torch.device("cpu"))
     one = msgspec.convert({**fields, "number": 1}, Launch)
-    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * launch.BLOCKS
+    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * rows.BLOCKS
     assert one.input_spread is None or one.input_spread == pytest.approx(1.0, abs=0.2)
 
 

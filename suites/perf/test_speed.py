@@ -35,7 +35,9 @@ SECONDS_VARIABLE = "FP8CI_PERF_SECONDS"
 
 FORMAT = device.detect().arch.e4m3
 ROWS = rows.rows(FORMAT)
+TRAINERS = rows.trainers(FORMAT)
 OF_OPS = rows.first_of_each_op(FORMAT)
+TIMED = ("time", "trainer")
 Record = Callable[[str, object], None]
 
 pytestmark = pytest.mark.requires(gpus=1)
@@ -83,18 +85,20 @@ class Launched:
         return self.samples(kind, row)
 
     def samples(self, kind: str, row: rows.Row) -> Samples:
-        return rows.samples(row, kind, self.done.get(kind, {}).get(row.case, []), self.resolution_ns)
+        return rows.samples(
+            row, "time" if kind in TIMED else kind, self.done.get(kind, {}).get(row.case, []), self.resolution_ns
+        )
 
     def _launch(self, kind: str) -> None:
         self.done[kind] = {}
         count = int(os.environ.get(LAUNCHES_VARIABLE, speed.LEAST_LAUNCHES))
         self.until = time.monotonic() + float(os.environ.get(SECONDS_VARIABLE, "inf"))
-        if kind == "time":  # counts need a warm call, and make one themselves
+        if kind in TIMED:  # counts need a warm call, and make one themselves
             for tree in dict.fromkeys([None, os.environ.get(AGAINST_VARIABLE)]):
                 self.prepare(self.cases[kind], tree)
         self._stage(kind, self.cases[kind], 1, count)
-        if kind == "time":
-            by_case = {row.case: row for row in ROWS}
+        if kind in TIMED:
+            by_case = rows.by_case(FORMAT)
             known = [case for case in self.cases[kind] if case in self.done[kind] and (kind, case) not in self.errors]
             again = [case for case in known if speed.suspected(self.samples(kind, by_case[case]), self.recorded(case))]
             if again:
@@ -107,7 +111,7 @@ class Launched:
             if number > speed.LEAST_LAUNCHES and time.monotonic() > self.until:
                 break
             for side, tree in sides if number % 2 else reversed(sides):
-                document = self.start(kind, cases, tree)
+                document = self.start("time" if kind in TIMED else kind, cases, tree)
                 self.resolution_ns = float(document.get("resolution_ns", 0.0))
                 for case, message in document["errors"].items():
                     self.errors[kind, case] = f"{side}, launch {number}: {message}"
@@ -122,7 +126,7 @@ class Launched:
 @pytest.fixture(scope="session")
 def launched(request: pytest.FixtureRequest) -> Launched:
     """The launches of this session's rows."""
-    cases: dict[str, list[str]] = {"time": [], "counts": [], "compile": []}
+    cases: dict[str, list[str]] = {"time": [], "trainer": [], "counts": [], "compile": []}
     for item in request.session.items:
         row = getattr(item, "callspec", None)
         kind = getattr(item, "originalname", "").removeprefix("test_")
@@ -144,17 +148,32 @@ def keep(measured: Samples, evidence: Evidence, record_property: Record, kind: s
     record_property("launches", len(measured.of("candidate")))
 
 
-@pytest.mark.benchmark(timer=replay, warmup=False)
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.case) for row in ROWS])
-def test_time(row: rows.Row, launched: Launched, evidence: Evidence, record_property: Record, benchmark: Any) -> None:
-    """The row's time, beside its reference and its probe."""
-    measured = launched.of("time", row)
-    keep(measured, evidence, record_property, "time")
+def take(kind: str, row: rows.Row, launched: Launched, evidence: Evidence, record: Record, benchmark: Any) -> None:
+    """A timed row into the evidence, and into pytest-benchmark's storage."""
+    measured = launched.of(kind, row)
+    keep(measured, evidence, record, "time")
     mine = measured.of("candidate")
     ns = [value for one in mine for value in one.candidate]
     replay.load(ns)
     benchmark.extra_info.update({"case": row.case, "launches": len(mine), "unit": "a call on the device"})
     benchmark.pedantic(lambda: None, rounds=len(ns), iterations=1)
+
+
+@pytest.mark.benchmark(timer=replay, warmup=False)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.case) for row in ROWS])
+def test_time(row: rows.Row, launched: Launched, evidence: Evidence, record_property: Record, benchmark: Any) -> None:
+    """The row's time, beside its reference and its probe."""
+    take("time", row, launched, evidence, record_property, benchmark)
+
+
+@pytest.mark.requires(memory_gib=100)
+@pytest.mark.benchmark(timer=replay, warmup=False)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.case) for row in TRAINERS])
+def test_trainer(
+    row: rows.Row, launched: Launched, evidence: Evidence, record_property: Record, benchmark: Any
+) -> None:
+    """A training step from end to end, in launches of its own."""
+    take("trainer", row, launched, evidence, record_property, benchmark)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.case) for row in OF_OPS])

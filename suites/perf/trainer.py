@@ -46,8 +46,8 @@ from typing import Any
 
 import torch
 
-from fp8stack import device, parallel, profile, train
-from fp8stack.config import ConfigError, TrainConfig
+from fp8stack import data, device, parallel, profile, train
+from fp8stack.config import BF16, ConfigError, TrainConfig
 from fp8stack.data import Batch
 from suites.perf import kernels
 
@@ -152,6 +152,37 @@ class Clocked(train.Trainer):
         if self.device.type != "cuda":
             return middle - start, end - middle
         return start.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
+
+
+class Stepped(train.Trainer):
+    """The trainer one step at a time, on the same tokens each time: a call of a speed row."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        world = self.world
+        shares = data.batches(self.data, range(1), config.batch // world.size, world.rank, world.size, config.workers)
+        self.tokens = next(iter(shares))
+        self.result = train.Result(
+            config=config,
+            arch=self.detected.arch.name,
+            arch_reason=self.detected.reason,
+            format=self.conversion.e4m3 if self.conversion else BF16,
+            conversion=self.conversion,
+        )
+        self._counted_step = -1  # none: counting products is no part of a step
+
+    def __call__(self) -> None:
+        """One update. NonFiniteError as the trainer's own."""
+        self.step += 1
+        self._step(self.step, self.tokens, self.result)
+
+
+def row_config(model: str, layers: int, recipe: str, seq: int) -> TrainConfig:
+    """What a speed row trains: as `python -m suites.perf.trainer` does, and without an end."""
+    return TrainConfig(
+        model=model, recipe=recipe, layers=layers, steps=1 << 20, batch=1, seq=seq, recompute="selective", compile="inductor",
+        lr=1e-4, schedule="constant", deterministic=False, code_counts=False, digests=False,
+    )  # fmt: skip
 
 
 def train_once(run: Run, config: TrainConfig, warmup: int, timed: int, folder: Path | None) -> profile.Kernels | None:

@@ -17,7 +17,7 @@ import torch
 
 from fp8stack.moe import Routing
 from harness.samples import Launch, PerfRun
-from suites.perf import kernels, launch, moe, processes, rows, test_speed, timing
+from suites.perf import clocks, kernels, launch, moe, processes, rows, test_speed, timing
 from suites.unit import built_samples as built
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,9 +27,17 @@ ROW = test_speed.ROWS[0]
 def test_rows_are_named_once() -> None:
     """Every kernel, grouped product, linear and MoE layer has a row; ids are unique, ASCII and of the format."""
     for fmt in ("e4m3fn", "e4m3fnuz"):
-        table = rows.rows(fmt)
+        table = [*rows.rows(fmt), *rows.trainers(fmt)]
         assert len(rows.by_case(fmt)) == len(table)
-        assert {row.op for row in table} > {"rowwise", "colwise", "experts", "grouped_gemm", "linear", "moe"}
+        assert {row.op for row in table} > {
+            "rowwise",
+            "colwise",
+            "experts",
+            "grouped_gemm",
+            "linear",
+            "moe",
+            "trainer",
+        } - {"rowwise"}
         assert all(row.case.isascii() and f"-{fmt}" in row.case and len(row.case) <= 80 for row in table)
         assert {row.case for row in rows.first_of_each_op(fmt)} <= rows.by_case(fmt).keys()
 
@@ -157,6 +165,7 @@ SMALL: dict[str, Callable[[], rows.Row]] = {
     "grouped-kernel": lambda: rows.of_kernel(kernels.Row("colwise", (64, 32, 2), torch.bfloat16, None, None), "e4m3fn"),
     "linear": lambda: rows.of_linear((64, 48), "rowwise_with_gw_hp", "e4m3fn"),
     "layer": lambda: rows.of_layer("dsv3", "e4m3fn"),
+    "trainer": lambda: rows.of_trainer("llama3-tiny", 1, "rowwise_with_gw_hp", 64, "e4m3fn"),
 }
 
 
@@ -171,10 +180,61 @@ def test_a_row_runs_small(make: Callable[[], rows.Row], monkeypatch: pytest.Monk
     monkeypatch.setattr(rows, "PROBE_SIZE", 32)
     monkeypatch.setattr(moe, "LAYERS", {"dsv3": size})
     monkeypatch.setattr(moe, "TOKENS", 32)
-    fields = launch.timed(make(), torch.device("cpu"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    row = make()
+    fields = launch.timed(row, torch.device("cpu"))
     one = msgspec.convert({**fields, "number": 1}, Launch)
-    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * rows.BLOCKS
+    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * row.blocks
+    assert one.throttled == []  # a CPU says nothing of its clocks
     assert one.input_spread is None or one.input_spread == pytest.approx(1.0, abs=0.2)
+
+
+class Driver:
+    """NVIDIA's library as far as it is asked; `reasons`: the bits that it gives, one call after the other."""
+
+    def __init__(self, *reasons: int, broken: str = "") -> None:
+        self.reasons, self.broken, self.asked = list(reasons), broken, ""
+
+    def nvmlInit_v2(self) -> int:
+        return int(self.broken == "init")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        self.asked = uuid.decode()
+        return int(self.broken == "handle")
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int, value: Any) -> int:
+        value._obj.value = {clocks.SM: 1980, clocks.MEMORY: 3201}[kind]
+        return int(self.broken == "clocks")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, value: Any) -> int:
+        value._obj.value = self.reasons.pop(0) if len(self.reasons) > 1 else self.reasons[0]
+        return int(self.broken == "reasons")
+
+
+def test_clocks_are_asked_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heat and the hardware's own brake count; an idle device, an application's clocks or the power limit do not."""
+    driver = Driver(0, 0x1 | 0x2 | 0x4, 0x20, 0x40, 0x8, 0x80, 0)
+    watch = clocks.Watch.opened(driver, "GPU-1")
+    assert (watch.known, driver.asked) == (True, "GPU-1")
+    assert watch.read() == {"sm_mhz": 1980.0, "mem_mhz": 3201.0}
+    assert [watch.held_down() for _ in range(6)] == [False, True, True, True, True, False]
+    monkeypatch.setattr(clocks.Watch, "of", lambda where: clocks.Watch.opened(Driver(0, 0x40, 0), "GPU-1"))
+    row = SMALL["kernel"]()
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "interleaved", false_samples)
+    fields = launch.timed(row, torch.device("cpu"))
+    assert fields["throttled"] == [True] + [False] * 9
+    assert fields["clocks"]["sm_mhz_after"] == 1980.0
+
+
+@pytest.mark.parametrize("broken", ["init", "handle", "reasons"])
+def test_a_driver_that_does_not_answer(broken: str) -> None:
+    """No flags at all, not `never throttled`."""
+    watch = clocks.Watch.opened(Driver(0, broken=broken), "GPU-1")
+    assert (watch.known, watch.read(), watch.held_down()) == (False, {}, False)
 
 
 TRACE = [
@@ -207,10 +267,22 @@ def pytest_in(folder: Path, *arguments: str, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("how", ["argument", "configuration"])
+CONFIGURATIONS = {
+    "pytest.ini": "[pytest]\naddopts = -n auto\n",
+    "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-n auto'\n",
+    "tox.ini": "[pytest]\naddopts = -n auto\n",
+    "setup.cfg": "[tool:pytest]\naddopts = -n auto\n",
+}
+
+
+@pytest.mark.parametrize("how", ["argument", "dist", "environment", *CONFIGURATIONS])
 def test_xdist_is_refused(how: str, tmp_path: Path) -> None:
-    """`-n 2`, and `-n auto` from somebody's environment: exit 4, with what to do."""
-    arguments, environment = (["-n", "2"], {}) if how == "argument" else ([], {"PYTEST_ADDOPTS": "-n auto"})
+    """`-n 2`, and `-n auto` from somebody's environment or configuration file: exit 4, with what to do."""
+    arguments = {"argument": ["-n", "2"], "dist": ["--dist", "load", "--tx", "popen"]}.get(how, [])
+    environment = {"PYTEST_ADDOPTS": "-n auto"} if how == "environment" else {}
+    if how in CONFIGURATIONS:
+        (tmp_path / how).write_text(CONFIGURATIONS[how])
+        arguments = ["-c", str(tmp_path / how), f"--rootdir={ROOT}"]
     done = pytest_in(ROOT, "suites/perf", *arguments, **environment)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "add `-n 0` where a configuration file or PYTEST_ADDOPTS sets it" in done.stderr

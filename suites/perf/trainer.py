@@ -180,9 +180,20 @@ class Stepped(train.Trainer):
 def row_config(model: str, layers: int, recipe: str, seq: int) -> TrainConfig:
     """What a speed row trains: as `python -m suites.perf.trainer` does, and without an end."""
     return TrainConfig(
-        model=model, recipe=recipe, layers=layers, steps=1 << 20, batch=1, seq=seq, recompute="selective", compile="inductor",
-        lr=1e-4, schedule="constant", deterministic=False, code_counts=False, digests=False,
-    )  # fmt: skip
+        model=model,
+        recipe=recipe,
+        layers=layers,
+        steps=1 << 20,
+        batch=1,
+        seq=seq,
+        recompute="selective",
+        compile="inductor",
+        lr=1e-4,
+        schedule="constant",
+        deterministic=False,
+        code_counts=False,
+        digests=False,
+    )
 
 
 def train_once(run: Run, config: TrainConfig, warmup: int, timed: int, folder: Path | None) -> profile.Kernels | None:

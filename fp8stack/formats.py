@@ -156,14 +156,20 @@ def encode(x: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
             f"cannot encode {x.dtype} as {fmt.name} on {x.device.type}; expected float32, bfloat16 or float16; "
             "convert first, knowing that float64 then rounds twice"
         )
-    x = x.to(torch.float32)
     # Subclasses and compiled code cannot index a constant table; the bytes are the same either way.
     if x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling():
-        bits = x.view(torch.int32)
-        dropped = (bits & 0xFFFF).add_(0xFFFF).bitwise_right_shift_(16)  # 1 where any bit of the lower half is set
-        half = (bits >> 16).bitwise_and_(0xFFFF).bitwise_or_(dropped)
+        half = _half(x)
         return _codes_of_halves(fmt).index_select(0, half.reshape(-1)).view(half.shape)
-    return _encode_bits(x, fmt)
+    return _encode_bits(x.to(torch.float32), fmt)
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    """int32, the shape of x: the upper half of each float32, its last bit set where the lower half is not zero."""
+    if x.dtype == torch.bfloat16:  # which is the upper half
+        return x.view(torch.uint16).to(torch.int32)
+    bits = x.to(torch.float32).view(torch.int32)
+    carry = (bits & 0xFFFF).add_(0xFFFF)  # into bit 16, where any bit of the lower half is set
+    return carry.bitwise_or_(bits).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
 @functools.cache
@@ -220,17 +226,17 @@ def _value(fmt: Format, code: int) -> float:
 
 
 @functools.cache
-def _values(fmt: Format) -> torch.Tensor:
-    """float32 (256,) on the CPU: what each code stands for."""
-    return torch.tensor([_value(fmt, code) for code in range(256)], dtype=torch.float32, device="cpu")
+def _values(fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """(256,) on the CPU: what each code stands for."""
+    return torch.tensor([_value(fmt, code) for code in range(256)], dtype=dtype, device="cpu")
 
 
-def decode(codes: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor:
-    """The float32 values of codes (uint8, or a tensor of fmt.dtype), same shape; exact, NaN and Inf included.
+def decode(codes: torch.Tensor, fmt: str | torch.dtype | Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of codes (uint8, or a tensor of fmt.dtype) in dtype, same shape; exact, NaN and Inf included.
 
-    On a CPU one indexed load a code; torch's own conversion takes up to five times as long there. Elsewhere torch
-    converts, which is exact for all 256 codes of each format. Raises UnsupportedDtype for other dtypes, among them
-    another format's.
+    dtype: float32 or float64. On a CPU one indexed load a code; torch's own conversion takes up to five times as long
+    there. Elsewhere torch converts, which is exact for all 256 codes of each format. Raises UnsupportedDtype for codes
+    of other dtypes, among them another format's.
     """
     fmt = get(fmt)
     if codes.dtype not in (torch.uint8, fmt.dtype):
@@ -240,8 +246,8 @@ def decode(codes: torch.Tensor, fmt: str | torch.dtype | Format) -> torch.Tensor
         )
     if codes.device.type == "cpu" and type(codes) is torch.Tensor and not torch.compiler.is_compiling():
         index = codes.view(torch.uint8).to(torch.int32)
-        return _values(fmt).index_select(0, index.reshape(-1)).view(index.shape)
-    return codes.view(fmt.dtype).to(torch.float32)
+        return _values(fmt, dtype).index_select(0, index.reshape(-1)).view(index.shape)
+    return codes.view(fmt.dtype).to(torch.float32).to(dtype)
 
 
 def encode_e8m0(scale: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+
+class UnknownGenerator(RuntimeError):
+    """This torch generates kernels in a way that is not known here, so nothing says that gradients would be right."""
+
+
 _BARRIER = "tl.debug_barrier()"
 _MARK = "fp8stack: a barrier before a loop that loads what the last one stored"
 
@@ -24,8 +29,8 @@ _MARK = "fp8stack: a barrier before a loop that loads what the last one stored"
 def options() -> dict[str, Any]:
     """`options` of torch.compile for a model that trains: `torch.compile(model, options=inductor.options())`.
 
-    The first call mends the code generator of this process. Raises RuntimeError for a torch whose code generator is
-    another one than those known (2.10 to 2.13).
+    The first call mends the code generator of this process. Raises UnknownGenerator for a torch that generates kernels
+    another way. Known: 2.11 and 2.13, where a test reads the kernels; 2.10, by its source.
     """
     from torch._inductor import config
 
@@ -49,7 +54,7 @@ def _mend() -> bool:
     if "invalidated_stores" in load.__code__.co_names:
         return False
     if not hasattr(common.CSE(), "invalidated_stores"):
-        raise RuntimeError(
+        raise UnknownGenerator(
             f"the code generator of torch {torch.__version__} is not one that fp8stack.inductor knows; expected torch "
             "2.10 to 2.13; use one of these, or --compile none"
         )

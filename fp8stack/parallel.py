@@ -467,7 +467,10 @@ class Compiler:
             # The plain aot_eager has no partitioner, so it would ignore what activation checkpointing wants.
             "aot_eager_decomp_partition" if backend == "aot_eager" else backend
         )
-        self._keywords = {"config_patches": inductor.options()} if backend == "inductor" else {}
+        try:
+            self._keywords = {"config_patches": inductor.options()} if backend == "inductor" else {}
+        except inductor.UnknownGenerator as error:
+            raise ConfigError(str(error)) from error
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """What torch.compile asks of a backend."""

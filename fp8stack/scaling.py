@@ -111,4 +111,6 @@ def quantize_reference(
     fmt = formats.get(fmt)
     scale = scale_from_amax(amax(x, dim), fmt, pow2)
     factor = scale if dim is None else scale.unsqueeze(dim)
-    return formats.cast(x.to(torch.float32) * factor, fmt), inverse_scale(scale)
+    # A bf16 number times a power of two is one too, unless it is so small that every format rounds it to zero.
+    narrow = torch.bfloat16 if pow2 and x.dtype == torch.bfloat16 else torch.float32
+    return formats.cast(x.to(narrow) * factor.to(narrow), fmt), inverse_scale(scale)

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from harness import files
 from harness.errors import ConfigError, UnreadableError
 
 SCHEMA = 1
@@ -172,7 +173,7 @@ def malformed(path: Path, what: str) -> ConfigError:
 def decode(path: Path, kind: type[_T]) -> _T:
     """A baseline file, strictly: unknown fields and NaN are errors. Raises ConfigError."""
     try:
-        raw = path.read_bytes()
+        raw = files.read_bytes(path)
     except OSError as error:
         raise malformed(path, f"cannot be read ({error.strerror})") from None
     try:
@@ -384,7 +385,7 @@ def read_isa_evidence(path: Path) -> IsaEvidence:
 def _read_evidence(path: Path, kind: type[_T]) -> _T:
     try:
         # Python's json, not msgspec's: it reads the bare NaN of a diverged run.
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), kind)
+        return msgspec.convert(json.loads(files.read_text(path)), kind)
     except OSError as error:
         what = f"{path.name} cannot be read ({error.strerror})"
         raise UnreadableError(what, "the file that the test names") from None

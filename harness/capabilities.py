@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import platforms
+from harness import files, platforms
 from harness.errors import ConfigError, UnreadableError
 
 Operator = Literal["==", ">="]
@@ -100,7 +100,7 @@ def probe(platform: platforms.Platform | None = None, deadline: float = platform
 def load(path: Path) -> Capabilities:
     """Capabilities from a file that a run wrote; UnreadableError when it cannot be read."""
     try:
-        return Capabilities.from_json(path.read_text(encoding="utf-8"))
+        return Capabilities.from_json(files.read_text(path))
     except OSError as error:
         raise UnreadableError(f"{path} cannot be read ({error})", "what a run has written", "run again") from error
 

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict, worst_exit
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.platforms import Platform
     from harness.power import Power
     from harness.result import Judgement
+    from harness.run import RunRequest
 
 POLICIES = ("pull-request", "main")
 PLACES = ("local", "docker")
@@ -271,7 +272,7 @@ def _isa(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from harness import deaths, gate
+    from harness import gate
     from harness import run as running
 
     where = _place(options)
@@ -290,19 +291,7 @@ def _run(options: argparse.Namespace) -> int:
             )  # fmt: skip
         return _run_contained(options, root)
     platform, reason = _resolve(options.platform)
-    request = running.RunRequest(
-        root=root,
-        platform=platform,
-        platform_reason=reason,
-        suites=_suites(options.suite),
-        case=options.case,
-        out=options.out,
-        pytest_args=options.pytest_args,
-        policy=options.policy or policy_of(os.environ),
-        progress=not options.quiet,
-        retries=options.retries,
-        machine_failed=deaths.machine_failed,
-    )
+    request = _request(options, root, platform, reason)
     gate.check_files(root / "baselines", platform)
     if options.against is None:
         evidence = running.execute(request)
@@ -319,6 +308,26 @@ def _run(options: argparse.Namespace) -> int:
     return judgement.exit_code
 
 
+def _request(options: argparse.Namespace, root: Path, platform: Platform, reason: str) -> RunRequest:
+    """What `run` was asked for, on a platform that is known."""
+    from harness import deaths
+    from harness import run as running
+
+    return running.RunRequest(
+        root=root,
+        platform=platform,
+        platform_reason=reason,
+        suites=_suites(options.suite),
+        case=options.case,
+        out=options.out,
+        pytest_args=options.pytest_args,
+        policy=options.policy or policy_of(os.environ),
+        progress=not options.quiet,
+        retries=options.retries,
+        machine_failed=deaths.machine_failed,
+    )
+
+
 def _alone(suites: Sequence[str], pytest_args: Sequence[str], against: str | None) -> None:
     """What only the perf suite takes, and what it does not."""
     if "perf" in suites and any(item.startswith(("-n", "--numprocesses", "--dist")) for item in pytest_args):
@@ -332,23 +341,15 @@ def _alone(suites: Sequence[str], pytest_args: Sequence[str], against: str | Non
 
 def _run_contained(options: argparse.Namespace, root: Path) -> int:
     """As `run`, each suite in a container. What keeps it from starting is one line, and starts nothing."""
-    from harness import contained, deaths, gate
+    from dataclasses import replace
+
+    from harness import contained, gate
     from harness import run as running
 
     suites = _suites(options.suite)
     with contained.opened(_asked(options, root, docker=True), max(1, len(suites) or 3), _say) as opened:
-        request = running.RunRequest(
-            root=root,
-            platform=opened.platform,
-            platform_reason=opened.reason,
-            suites=suites,
-            case=options.case,
-            out=options.out,
-            pytest_args=options.pytest_args,
-            policy=options.policy or policy_of(os.environ),
-            progress=not options.quiet,
-            retries=options.retries,
-            machine_failed=deaths.machine_failed,
+        request = replace(
+            _request(options, root, opened.platform, opened.reason),
             place=opened.place,
             ask=opened.ask,
             told=opened.told,
@@ -612,25 +613,68 @@ def _platforms(options: argparse.Namespace) -> int:
     return 0
 
 
-def _record(options: argparse.Namespace) -> int:
+def _runs_asked(options: argparse.Namespace, default: int, expected: str, why: str) -> int:
+    """How many runs a recording takes, by --runs; UsageError beside --from, and below 1."""
+    if options.sources and options.runs is not None:
+        raise UsageError("--runs and --from exclude each other", "one of them", "--from takes runs that exist")
+    runs: int = default if options.runs is None else options.runs
+    if runs < 1:
+        raise UsageError(f"--runs is {runs}", expected, why)
+    return runs
+
+
+def _one_platform(runs: Sequence[Mapping[str, Any]]) -> Platform:
+    """The platform that all of these run.json are of."""
+    named = sorted({str(run["platform"]) for run in runs})
+    if len(named) > 1:
+        raise UsageError(f"the evidence is of {' and '.join(named)}", "one platform", "take them one by one")
+    platform, _ = _resolve(named[0])
+    return platform
+
+
+def _executed(
+    options: argparse.Namespace, root: Path, platform: Platform, reason: str, verb: str
+) -> Callable[[tuple[str, ...], Mapping[str, str], tuple[str, ...], str], Path]:
+    """A function that runs suites for a recording, with an environment and pytest's arguments, into a named folder."""
     import datetime
 
-    from harness import gate, proposal, record
     from harness import run as running
+
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    base = options.out or root / "evidence" / f"{verb}-{platform.id}-{stamp}"
+
+    def execute(chosen: tuple[str, ...], environment: Mapping[str, str], args: tuple[str, ...], name: str) -> Path:
+        evidence = running.execute(
+            running.RunRequest(
+                root=root,
+                platform=platform,
+                platform_reason=reason,
+                suites=chosen,
+                case=options.case,
+                out=base / name,
+                pytest_args=args,
+                policy="pull-request",
+                env_overrides=dict(environment),
+                progress=not options.quiet,
+            )
+        )
+        _report(evidence)
+        return evidence
+
+    return execute
+
+
+def _record(options: argparse.Namespace) -> int:
+    from harness import gate, proposal, record
     from harness.platforms import select_suites
 
     root = _root(options.root)
-    if options.sources and options.runs is not None:
-        raise UsageError("--runs and --from exclude each other", "one of them", "--from takes runs that exist")
-    nudged = record.DEFAULT_NUDGED_RUNS if options.runs is None else options.runs
-    if nudged < 1:
-        raise UsageError(f"--runs is {nudged}", "1 or more nudged runs", "a band is made from their spread")
+    nudged = _runs_asked(
+        options, record.DEFAULT_NUDGED_RUNS, "1 or more nudged runs", "a band is made from their spread"
+    )
     if options.sources:
         runs = [gate.read_run(folder) for folder in options.sources]
-        named = sorted({str(run["platform"]) for run in runs})
-        if len(named) > 1:
-            raise UsageError(f"the evidence is of {' and '.join(named)}", "one platform", "record them one by one")
-        platform, _ = _resolve(named[0])
+        platform = _one_platform(runs)
         for folder in options.sources:
             record.check(folder, nudged=_nudged(folder))
         sources = [record.Source(folder) for folder in options.sources]
@@ -640,28 +684,7 @@ def _record(options: argparse.Namespace) -> int:
     else:
         platform, reason = _resolve(options.platform)
         suites = select_suites(platform, _suites(options.suite))
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        base = options.out or root / "evidence" / f"record-{platform.id}-{stamp}"
-
-        def execute(chosen: tuple[str, ...], environment: Mapping[str, str], args: tuple[str, ...], name: str) -> Path:
-            evidence = running.execute(
-                running.RunRequest(
-                    root=root,
-                    platform=platform,
-                    platform_reason=reason,
-                    suites=chosen,
-                    case=options.case,
-                    out=base / name,
-                    pytest_args=args,
-                    policy="pull-request",
-                    env_overrides=dict(environment),
-                    progress=not options.quiet,
-                )
-            )
-            _report(evidence)
-            return evidence
-
-        sources = record.run_all(platform, suites, nudged, execute, _say)
+        sources = record.run_all(platform, suites, nudged, _executed(options, root, platform, reason, "record"), _say)
         complete = options.case is None
     recorded = record.changes(root, platform, sources, suites, complete, options.manifest)
     proposal.add_up(root, recorded)
@@ -675,22 +698,12 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    import datetime
-
     from harness import calibrate, gate, proposal, record
-    from harness import run as running
 
     root = _root(options.root)
-    if options.sources and options.runs is not None:
-        raise UsageError("--runs and --from exclude each other", "one of them", "--from takes runs that exist")
-    runs = calibrate.DEFAULT_RUNS if options.runs is None else options.runs
-    if runs < 1:
-        raise UsageError(f"--runs is {runs}", "1 or more", "noise needs five launches, two runs")
+    runs = _runs_asked(options, calibrate.DEFAULT_RUNS, "1 or more", "noise needs five launches, two runs")
     if options.sources:
-        named = sorted({str(gate.read_run(folder)["platform"]) for folder in options.sources})
-        if len(named) > 1:
-            raise UsageError(f"the evidence is of {' and '.join(named)}", "one platform", "calibrate them one by one")
-        platform, _ = _resolve(named[0])
+        platform = _one_platform([gate.read_run(folder) for folder in options.sources])
         for folder in options.sources:
             calibrate.check(folder)
         evidence = list(options.sources)
@@ -698,26 +711,8 @@ def _calibrate(options: argparse.Namespace) -> int:
         platform, reason = _resolve(options.platform)
         if platform.vendor == "cpu":
             raise UsageError("speed is not measured on a CPU", "a platform with a GPU", "calibrate on such a machine")
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        base = options.out or root / "evidence" / f"calibrate-{platform.id}-{stamp}"
-
-        def execute(name: str) -> Path:
-            request = running.RunRequest(
-                root=root,
-                platform=platform,
-                platform_reason=reason,
-                suites=(calibrate.SUITE,),
-                case=options.case,
-                out=base / name,
-                pytest_args=(),
-                policy="pull-request",
-                progress=not options.quiet,
-            )
-            found = running.execute(request)
-            _report(found)
-            return found
-
-        evidence = calibrate.run_all(runs, execute, _say)
+        execute = _executed(options, root, platform, reason, "calibrate")
+        evidence = calibrate.run_all(runs, lambda name: execute((calibrate.SUITE,), {}, (), name), _say)
     change, known = calibrate.changes(root, platform, evidence)
     proposal.add_up(root, [change])
     for line in record.write(root, [change], options.loosen):

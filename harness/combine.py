@@ -12,10 +12,16 @@ worst of all. What a file says is taken as it stands where its elements say one 
     one name, outcomes that differ; a repeated failure             FLAKY        the case
     errors of a suite, outside of any case                         FAIL         the suite
     a `verdict` property of ours and an element that contradict    DISAGREE     the case
+    a case that calls itself waived: no ledger says so             FAIL         the case
 
 `--expect` names the platforms that must be there: one that is absent, unreadable, or of which everything was skipped is
 MISSING by its name, and evidence of a run that selected less than its platform must run is MISSING too. That is what
-the last job of a workflow asks, since a job that was skipped or cancelled counts as a success there.
+the last job of a workflow asks, since a job that was skipped or cancelled counts as a success there. Only the folder of
+a run can answer: a report does not say what it leaves out, and without a manifest nobody knows what had to run. A
+junit.xml beside its run stands for that run.
+
+Evidence that is given twice counts once: the same path, the report inside of a folder that is given too, a copy. Two
+folders of one run that say different things are DISAGREE, and both count.
 
 Not here: reading XML (junit_reader.py), one evidence folder (gate.py).
 """
@@ -29,6 +35,7 @@ from pathlib import Path
 
 from harness import gate, junit_reader, platforms
 from harness.errors import VERDICTS, HarnessError, Verdict, worst_exit
+from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.junit_reader import BAD_STATUS, IDLE_STATUS, RED, REPEATED, Case, Report, Suite
 from harness.result import Judgement, Result
 
@@ -37,7 +44,8 @@ from harness.result import Judgement, Result
 class Piece:
     """One piece of evidence, judged. `label` is its platform, or the file's name.
 
-    `platforms` are those that it speaks of, `tested` those of them of which something ran.
+    `platforms` are those that it speaks of, `tested` those of them of which something ran, `listed` those for which it
+    holds the manifest. `run` names the run of a folder.
     """
 
     path: Path
@@ -45,6 +53,8 @@ class Piece:
     platforms: frozenset[str]
     tested: frozenset[str]
     judgement: Judgement
+    listed: frozenset[str] = frozenset()
+    run: str = ""
 
 
 def judge(
@@ -57,12 +67,66 @@ def judge(
     expect = tuple(dict.fromkeys(expect))
     for name in expect:
         platforms.get(name)
-    pieces = tuple(_piece(path, whole or bool(expect)) for path in paths)
+    kept, repeated = _once(paths, bool(expect))
+    pieces, copies, contradictions = _runs([_piece(path, whole or bool(expect)) for path in kept])
     results = [replace(found, suite=f"{found.suite} on {p.label}") for p in pieces for found in p.judgement.results]
-    results += _expected(pieces, expect)
-    notes = tuple(f"{piece.label}: {note}" for piece in pieces for note in piece.judgement.notes)
+    results += [*contradictions, *_expected(pieces, expect)]
+    notes = (*repeated, *copies, *(f"{piece.label}: {note}" for piece in pieces for note in piece.judgement.notes))
     strict = any(piece.judgement.policy == gate.MAIN for piece in pieces)
     return judgement_of(results, notes, gate.MAIN if strict else gate.POLICIES[0]), pieces
+
+
+TWICE = "is there twice, and counts once"
+
+
+def _once(paths: Sequence[Path], expected: bool) -> tuple[list[Path], list[str]]:
+    """The paths without those that name the same evidence again, and a line for each of these.
+
+    A report beside its run is that run's: where the folder is given too, and where something is expected of it.
+    """
+    real = {path: _resolved(path) for path in paths}
+    given = set(real.values())
+    kept: dict[Path, Path] = {}
+    notes: list[str] = []
+    for path in paths:
+        place, folder = real[path], real[path].parent
+        beside = place.name == "junit.xml" and all((folder / name).exists() for name in (gate.RUN_FILE, JOURNAL_FILE))
+        if beside and (expected or folder in given):
+            path, place = path.parent, folder
+        if place in kept:
+            notes.append(f"{path} {TWICE}")
+        else:
+            kept[place] = path
+    return list(kept.values()), notes
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a null byte: reading it says so
+        return path.absolute()
+
+
+def _runs(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], list[str], list[Result]]:
+    """The pieces without copies of a run, a line for each copy, and DISAGREE for folders of one run that differ."""
+    kept: list[Piece] = []
+    notes: list[str] = []
+    found: list[Result] = []
+    for piece in pieces:
+        same = next((known for known in kept if piece.run and known.run == piece.run), None)
+        if same is None:
+            kept.append(piece)
+        elif _outcomes(same) == _outcomes(piece):
+            notes.append(f"run {piece.run} {TWICE}: {same.path} and {piece.path}")
+        else:
+            kept.append(piece)
+            told = f"{same.path} and {piece.path} are both of run {piece.run}, and say different things"
+            found.append(Result(f"gate/run::{len(found) + 1}", "gate", Verdict.DISAGREE, told))
+    return tuple(kept), notes, found
+
+
+def _outcomes(piece: Piece) -> list[tuple[str, Verdict]]:
+    return [(result.id, result.verdict) for result in piece.judgement.results]
 
 
 Found = tuple[Result, Suite | None, Case | None]
@@ -104,7 +168,7 @@ def findings(report: Report, label: str) -> tuple[list[Found], tuple[str, ...]]:
         found.append(whole("readable", Verdict.UNREADABLE, report.rejected))
     elif not found:
         found.append(whole("cases", Verdict.MISSING, "holds no test case"))
-    elif all(result.verdict is Verdict.SKIP for result, _, _ in found):
+    elif all(result.verdict in (Verdict.SKIP, Verdict.UNMEASURABLE) for result, _, _ in found):
         what = f"nothing ran: all {len(found)} were skipped, the first because: {found[0][0].message}"
         found.append(whole("skipped", Verdict.MISSING, what))
     found += [whole(f"counts-{n}", Verdict.DISAGREE, lie) for n, lie in enumerate(report.lies, start=1)]
@@ -122,22 +186,34 @@ def _piece(path: Path, whole: bool) -> Piece:
     """Judge one piece; what cannot be judged is a finding of its own."""
     if path.is_dir():
         try:
-            name = str(gate.read_run(path)["platform"])
+            run = gate.read_run(path)
+            name = str(run["platform"])
             judgement = gate.judge(path, whole=whole)
         except HarnessError as error:
             found = Result(f"{path.name}/evidence::readable", path.name, error.verdict, str(error))
             return Piece(path, path.name, frozenset(), frozenset(), judgement_of([found], ()))
         idle = {Verdict.SKIP, Verdict.MISSING}
         ran = frozenset([name] if {result.verdict for result in judgement.results} - idle else [])
-        return Piece(path, name, frozenset([name]), ran, judgement)
+        known = (path / gate.JUDGED_WITH / name / "manifest.txt").is_file()
+        listed = frozenset([name] if known else [])
+        return Piece(path, name, frozenset([name]), ran, judgement, listed, f"{run['run_id']} on {name}")
     report = junit_reader.read(path)
     tested = {suite.platform for suite, case in report.cases if not case.has("skipped") and not _is_missing(case)}
     named, ran = ((frozenset(name for name in names if name)) for names in (report.platforms, tested))
     label = next(iter(named)) if len(named) == 1 else path.name
     judgement = of_report(report, path.name)
-    if whole:
-        judgement = judgement_of([*judgement.results, *_narrowed(report)], judgement.notes)
-    return Piece(path, label, named, ran, judgement)
+    results = [_unwaived(result) for result in judgement.results]
+    return Piece(
+        path, label, named, ran, judgement_of([*results, *(_narrowed(report) if whole else ())], judgement.notes)
+    )
+
+
+def _unwaived(result: Result) -> Result:
+    """A report waives nothing: what it calls waived is red."""
+    if result.verdict is not Verdict.WAIVED:
+        return result
+    told = f"waived by the report itself ({result.message}); a waiver counts in the ledger that a run is judged with"
+    return replace(result, verdict=Verdict.FAIL, message=told)
 
 
 def _narrowed(report: Report) -> Iterator[Result]:
@@ -158,14 +234,31 @@ def _is_missing(case: Case) -> bool:
 
 
 def _expected(pieces: Sequence[Piece], expect: Sequence[str]) -> Iterator[Result]:
-    """MISSING for each expected platform of which nothing was judged; a PASS by name for the others."""
+    """MISSING for each expected platform of which nobody can say that it was tested; a PASS by name for the others."""
     for name in expect:
-        ran = any(name in piece.tested for piece in pieces)
-        why = "nothing of it is there: its job was skipped, cancelled or never ran"
-        if any(name in piece.platforms for piece in pieces):
-            why = "nothing of it ran: what is there is skipped or missing"
-        verdict = Verdict.PASS if ran else Verdict.MISSING
-        yield Result(f"gate/expected::{name}", "gate", verdict, "" if ran else f"{name} is expected, and {why}")
+        why = _unproven(pieces, name)
+        verdict = Verdict.MISSING if why else Verdict.PASS
+        yield Result(f"gate/expected::{name}", "gate", verdict, f"{name} is expected, and {why}" if why else "")
+
+
+def _unproven(pieces: Sequence[Piece], name: str) -> str:
+    """What is missing for saying that what must run on a platform has run; empty when nothing is."""
+    mine = [piece for piece in pieces if name in piece.platforms]
+    if not mine:
+        return "nothing of it is there: its job was skipped, cancelled or never ran"
+    ran = [piece for piece in mine if name in piece.tested]
+    if not ran:
+        return "nothing of it ran: what is there is skipped or missing"
+    runs = [piece for piece in ran if piece.run]
+    if not runs:
+        files = ", ".join(sorted(piece.path.name for piece in ran))
+        lacking = f"without {gate.RUN_FILE} and {JOURNAL_FILE} beside it"
+        return f"of it there is only {files}, {lacking}: nothing says which tests had to run; give the run's folder"
+    if not any(name in piece.listed for piece in runs):
+        where = f"{gate.JUDGED_WITH}/{name}/manifest.txt is missing"
+        cure = f"record it: `fp8ci baseline record --platform {name} --manifest`"
+        return f"{where}: nothing says what must run there; {cure}"
+    return ""
 
 
 def test_id(report: Report, suite: Suite, case: Case) -> str:

@@ -17,8 +17,11 @@ itself"). So the verdict comes from what agrees: our own kill record, the signal
     exit code, session and outcomes that contradict         DISAGREE     the suite
     nothing collected                                       MISSING      the suite
 
-Tests that never started because of it are MISSING with the words `not run`. The signatures of a machine at fault (no
-space left) are looked for in the log only after a death: a test may print anything.
+    our own write met a full disk, by the exit code         DISK         the running test
+    a failure, after which pytest was to stop (--maxfail)   FAIL         that test; the rest did not run
+
+Tests that never started because of it are MISSING with the words `not run`. A test may print anything, so what the log
+says of a machine at fault counts only together with the signal that belongs to it.
 
 Not here: whether an id had to run (manifest, gate.py).
 """
@@ -31,9 +34,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import files
 from harness.errors import MACHINE, VERDICTS, Verdict
+from harness.journal import DISK_FULL_EXIT, Journal, ProcessRecord, SessionRecord, TestRecord
 from harness.journal import FILE_NAME as JOURNAL_FILE
-from harness.journal import Journal, ProcessRecord, SessionRecord, TestRecord
 from harness.result import Result
 
 #: Lines of logs/<suite>.log that a dead test's report carries.
@@ -51,12 +55,8 @@ OOM_KILLED = {
     "host": (Verdict.HOST_OOM, "the host is out of memory"),
 }
 
-#: What the log of a dead process says when the machine is at fault.
-SIGNATURES: tuple[tuple[str, Verdict], ...] = (
-    ("No space left on device", Verdict.DISK),
-    ("Bus error: nonexistent physical address", Verdict.SHM),
-    ("fork: retry: Resource temporarily unavailable", Verdict.PIDS),
-)
+#: What the log of a process that a signal ended says when the machine is at fault. Text alone accuses no machine.
+SIGNATURES: tuple[tuple[str, str, Verdict], ...] = (("Bus error: nonexistent physical address", "SIGBUS", Verdict.SHM),)
 
 #: What pytest-timeout (method `thread`) and pytest's faulthandler_exit_on_timeout print before they end the process.
 WATCHDOGS: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -87,10 +87,7 @@ def log_tail(evidence: Path, suite: str, lines: int = LOG_LINES) -> str:
     """The last lines of the suite's log; a note where there is none."""
     path = evidence / "logs" / f"{suite}.log"
     try:
-        with path.open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - 256 * lines))
-            text = stream.read().decode("utf-8", "replace")
+        text = files.tail(path, 256 * lines).decode("utf-8", "replace")
     except OSError as error:
         return f"(logs/{suite}.log cannot be read: {error.strerror})"
     return "\n".join(text.splitlines()[-lines:])
@@ -127,11 +124,13 @@ def death_of(process: ProcessRecord, session: SessionRecord | None, log: str) ->
     if fault is not None:
         return fault
     name = signal_of(process)
-    if name is None and session is not None and session.rc is not None:
+    if process.rc != DISK_FULL_EXIT and name is None and session is not None and session.rc is not None:
         return None
-    for signature, verdict in SIGNATURES:
-        if signature in log:
-            return Death(verdict, f"the test process died {ended}; its log says `{signature}`")
+    if process.rc == DISK_FULL_EXIT:
+        return Death(Verdict.DISK, f"the test process ended {ended}: No space left on device for its journal")
+    for signature, needed, verdict in SIGNATURES:
+        if name == needed and signature in log:
+            return Death(verdict, f"the test process died of {name} {ended}; its log says `{signature}`")
     if name == "SIGKILL" and process.oom in OOM_KILLED:
         verdict, whose = OOM_KILLED[process.oom]
         return Death(verdict, f"the test process was killed {ended} by the kernel: {whose}")
@@ -186,6 +185,24 @@ def of_suite(journal: Journal, suite: str, evidence: Path) -> Death | None:
     return death_of(process, session, log_tail(evidence, suite)) if process is not None else None
 
 
+def stop_of(journal: Journal, suite: str, session: SessionRecord) -> Death | None:
+    """What a session with the exit code of an interrupt left undone, and why; None for any other exit code.
+
+    pytest-xdist ends it so after `--maxfail` failures. Where nothing had failed it is an interrupt, whoever caused it.
+    """
+    if session.rc != PYTEST_INTERRUPTED:
+        return None
+    if _stopped(journal, suite, session):
+        return Death(Verdict.MISSING, f"pytest stopped early ({session.stopped})")
+    return Death(Verdict.INTERRUPTED, "pytest was interrupted")
+
+
+def _stopped(journal: Journal, suite: str, session: SessionRecord) -> bool:
+    """Whether pytest itself ended a session early, and something is red for it."""
+    failed = any(record.suite == suite and record.state == "failed" for record in journal.tests.values())
+    return bool(session.stopped) and (failed or any(crash.suite == suite and crash.id for crash in journal.crashes))
+
+
 def machine_failed(evidence: Path, suite: str) -> bool:
     """Whether the machine, and not a test, ended the last attempt of a suite: the only thing that may be retried."""
     journal = Journal.read(evidence / JOURNAL_FILE)
@@ -207,7 +224,8 @@ def crashed_tests(journal: Journal, suite: str, log: str) -> dict[str, Death]:
         if crash.suite != suite or not crash.id or crash.attempt != journal.attempt(suite):
             continue
         verdict, how = _worker_end(crash.signal)
-        verdict = next((infra for signature, infra in SIGNATURES if signature in log), verdict)
+        seen = (infra for text, needed, infra in SIGNATURES if crash.signal == needed and text in log)
+        verdict = next(seen, verdict)
         if process is not None and process.oom in OOM_KILLED and crash.signal == "SIGKILL":
             verdict, whose = OOM_KILLED[process.oom]
             how = f"was killed by the kernel, {whose},"
@@ -297,7 +315,7 @@ def _contradictions(
         yield suite_result(suite, "agreement", Verdict.DISAGREE, f"exit code 0 with failures: {told}", log)
     elif process.rc == 1 and not (red or collect_errors or crashed):
         yield suite_result(suite, "agreement", Verdict.DISAGREE, f"exit code 1 without a failure: {told}", log)
-    elif process.rc == PYTEST_INTERRUPTED and not collect_errors:
+    elif process.rc == PYTEST_INTERRUPTED and not collect_errors and not _stopped(journal, suite, session):
         yield suite_result(suite, "agreement", Verdict.INTERRUPTED, f"pytest was interrupted: {told}", log)
     elif process.rc == PYTEST_USAGE and f"not found: suites/{suite}\n" not in f"{log}\n":  # a suite that is gone
         what = f"pytest refused its arguments: {_refusal(log)}"

@@ -12,7 +12,8 @@ Order, each step able only to make a verdict worse, except waivers:
 3. the manifest: an id that must run here, within what the run selected, and did not, is MISSING. So is a baseline row
    whose test ran without measuring it: a test that stops writing its evidence is a gate that went blind;
 4. waivers: a red test covered by one in force is WAIVED, by one past its date WAIVER_EXPIRED; one without effect is
-   WAIVER_UNUSED. The present day is the day of the run, so that a later judgement of the same evidence is the same.
+   WAIVER_UNUSED. Past its date is past it for the run or for this judgement: what run.json says of its time makes no
+   waiver younger. So a later judgement of the same evidence is the same until a waiver in it ends.
 
 A test that is in the evidence and not in the manifest is new: listed, not red.
 """
@@ -27,7 +28,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import bands, baselines, deaths, fingerprint, junit, ledger, machinecode, manifest, samples, speedgate
+from harness import (
+    bands,
+    baselines,
+    deaths,
+    files,
+    fingerprint,
+    junit,
+    ledger,
+    machinecode,
+    manifest,
+    samples,
+    speedgate,
+)
 from harness.capabilities import Capabilities
 from harness.errors import (
     BASELINE,
@@ -50,6 +63,7 @@ __all__ = ["Judgement", "Result", "judge", "read_run"]
 
 RUN_FILE = "run.json"
 JUDGED_WITH = "judged-with"
+JUNIT_FILE = "junit.xml"
 SCHEMA = 1
 MAIN = "main"
 POLICIES = ("pull-request", MAIN)
@@ -78,18 +92,19 @@ def read_run(evidence: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: this is no evidence folder.
-        UnreadableError: it is one, and its run.json is missing or cut.
+        UnreadableError: it is one, and its run.json is missing or cut, or one of its files is a link to elsewhere.
     """
     wanted, following = "a folder that `fp8ci run` has written", "name one, or make one: `fp8ci run --platform cpu`"
     if not evidence.is_dir():
         raise UsageError(f"{evidence} is no folder", wanted, following)
     path = evidence / RUN_FILE
+    files.check_inside(evidence, (RUN_FILE, JOURNAL_FILE, JUNIT_FILE, JUDGED_WITH, "logs"))
     if not path.exists():
         if (evidence / JOURNAL_FILE).exists():
             raise UnreadableError(f"{evidence} has a journal but no {RUN_FILE}", "both", "run again")
         raise UsageError(f"{evidence} is no evidence: it has no {RUN_FILE}", wanted, following)
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = json.loads(files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UnreadableError(f"{path} cannot be read ({error})", "what a run writes first", "run again") from None
     needed = {"run_id": str, "platform": str, "suites": list}
@@ -152,9 +167,10 @@ class _Evidence:
     def day(self) -> datetime.date:
         started = str(self.run.get("started") or "")
         try:
-            return datetime.datetime.fromisoformat(started).date()
-        except ValueError:
-            return datetime.datetime.now(datetime.UTC).date()
+            moment = datetime.datetime.fromisoformat(started)
+            return (moment if moment.tzinfo is None else moment.astimezone(datetime.UTC)).date()
+        except (ValueError, OverflowError):
+            return ledger.today()
 
 
 def judge(evidence: Path, baselines_root: Path | None = None, whole: bool = False) -> Judgement:
@@ -207,9 +223,8 @@ def _journaled(found: _Evidence) -> list[Result]:
         log = deaths.log_tail(found.folder, suite)
         _, session = deaths.last_of(found.journal, suite)
         death = deaths.of_suite(found.journal, suite, found.folder)
-        interrupted = session is not None and session.rc == deaths.PYTEST_INTERRUPTED
-        if death is None and interrupted:
-            death = deaths.Death(Verdict.INTERRUPTED, "pytest was interrupted")
+        if death is None and session is not None:
+            death = deaths.stop_of(found.journal, suite, session)
         crashed = deaths.crashed_tests(found.journal, suite, log)
         for record in found.journal.tests.values():
             if record.suite == suite:
@@ -328,6 +343,8 @@ def file_of(folder: Path, result: Result, key: str) -> Path:
         raise UnreadableError(f"{key} {name!r} is no path ({error})", "a path inside of the evidence folder") from None
     if not path.is_relative_to(folder.resolve()):
         raise UnreadableError(f"{key} {name!r} lies outside of the evidence folder", "a path inside of it")
+    if path.exists() and not path.is_file():  # a pipe is waited for forever
+        raise UnreadableError(f"{key} {name!r} {files.NO_FILE}", "a file inside of the evidence folder")
     return path
 
 
@@ -651,6 +668,9 @@ def _narrowed(found: _Evidence) -> Iterator[Result]:
         yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
         return
     for suite in found.suites:
+        if suite in found.journal.uncounted:
+            what = "nobody counted how many tests pytest's own arguments deselected; all must run"
+            yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)
         if found.journal.deselected.get(suite):
             what = f"{found.journal.deselected[suite]} tests were deselected by pytest's own arguments; all must run"
             yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)
@@ -713,7 +733,7 @@ def _report_of_another_run(found: _Evidence) -> Iterator[Result]:
     There is none while a run judges itself. What it says of curves and machine code depends on the files judged with;
     whether a test passed, failed or is there at all does not.
     """
-    path = found.folder / "junit.xml"
+    path = found.folder / JUNIT_FILE
     if not path.exists():
         return
     try:
@@ -765,7 +785,10 @@ def _capabilities(found: _Evidence) -> Capabilities:
 
 
 def _waived(found: _Evidence, results: list[Result]) -> list[Result]:
-    waivers = ledger.load(found.baselines / "waivers.toml", today=found.day)
+    today = ledger.today()
+    # The run's own ledger is held to 90 days from the run, a checkout's to 90 days from now.
+    own = found.baselines == found.folder / JUDGED_WITH
+    waivers = ledger.load(found.baselines / "waivers.toml", min(found.day, today) if own else today)
     if not waivers:
         return results
     here = _capabilities(found)
@@ -783,8 +806,9 @@ def _waived(found: _Evidence, results: list[Result]) -> list[Result]:
             result = replace(known, verdict=Verdict.WAIVER_UNUSED, message=unused) if known else result
         elif not _waivable(found, known):
             continue
-        elif waiver.expired(found.day):
-            told = f"the waiver expired on {waiver.expires}: {owner}; {known.verdict}: {known.message}"
+        elif waiver.expired(max(found.day, today)):
+            since = "" if waiver.expired(found.day) else f", after the run of {found.day}"
+            told = f"the waiver expired on {waiver.expires}{since}: {owner}; {known.verdict}: {known.message}"
             result = replace(known, verdict=Verdict.WAIVER_EXPIRED, message=told)
         elif known.red or known.verdict is Verdict.SKIP:
             result = replace(known, verdict=Verdict.WAIVED, message=f"{owner}; {known.verdict}: {known.message}")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness import journal, manifest
-from harness.errors import HarnessError
+from harness.errors import DiskError, HarnessError
 from harness.executor import signal_name
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
 WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
 MESSAGE_LIMIT = 400
+
+#: What a report carries beside its outcome: the outcome as our own hook has seen it, and what the phase raised.
+OUTCOME, RAISED = "fp8_outcome", "fp8_raised"
+#: Key of what a worker tells the controller when it ends: how many tests it deselected.
+DESELECTED = "fp8_deselected"
+SEVERITY = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -119,6 +125,14 @@ class Selector:
         self.settings = settings
         self.machine: capabilities.Capabilities | None = None
         self.modules = manifest.modules_of(settings.case, settings.suite)
+        self.told: dict[str, Any] | None = getattr(config, "workeroutput", None)
+        if self.told is not None:
+            self.told[DESELECTED] = 0
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """In a worker: what the controller does not see is counted here, and told when the session ends."""
+        if self.told is not None:
+            self.told[DESELECTED] += len(items)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Import no file of which `--fp8-case` names no test, where it names whole ids."""
@@ -167,7 +181,7 @@ class Selector:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Make the properties plain values before the report copies them; one that cannot be fails the test.
 
-        So does a phase that raised and that a conftest or a plugin calls passed.
+        So does a phase that raised and that a conftest or a plugin calls passed, or skipped.
         """
         refused: list[str] = []
         for position in range(len(item.user_properties) - 1, -1, -1):
@@ -179,13 +193,16 @@ class Selector:
             else:
                 item.user_properties[position] = (str(name), plain)
         report = yield
-        if call.excinfo is not None and report.passed:
+        raised = "" if call.excinfo is None else call.excinfo.exconly().strip()
+        skips = call.excinfo is not None and isinstance(call.excinfo.value, pytest.skip.Exception)
+        if raised and (report.passed or (report.skipped and not skips and not hasattr(report, "wasxfail"))):
+            report.longrepr = _lied(report, raised)
             report.outcome = "failed"
-            raised = call.excinfo.exconly().strip()
-            report.longrepr = f"a plugin calls {report.when} passed, which raised {raised}; expected the outcome it had"
         if refused and not report.failed:
             report.outcome = "failed"
             report.longrepr = f"{'; '.join(refused)}; expected str, int or float; record one number or text a property"
+        # Whoever changes the report after this is found out where it is recorded, in whichever process.
+        vars(report).update({OUTCOME: report.outcome, RAISED: raised})
         return report
 
 
@@ -196,8 +213,10 @@ class Recorder:
         self.settings = settings
         self.writer = journal.JournalWriter(settings.out / journal.FILE_NAME)
         config.add_cleanup(self.writer.close)
-        self._deselected = 0
+        self._deselected: int | None = 0
         self._collected = False
+        self._stopped = ""
+        self._interrupted = False
         self._reported: dict[str, int] = {}
         self._dead: dict[str, tuple[str | None, str]] = {}
         self._last_id = ("", "")
@@ -208,7 +227,7 @@ class Recorder:
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         """Count what `--fp8-case` or pytest's own -k and -m left out."""
-        self._deselected += len(items)
+        self._deselected = (self._deselected or 0) + len(items)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be collected, or that skips itself as a whole, leaves no test to report it."""
@@ -233,6 +252,7 @@ class Recorder:
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         """The ids that will run, from the first worker that has them (pytest-xdist itself compares the workers)."""
         if not self._collected:
+            self._deselected = None  # until a worker has ended and says it
             self._record_ids(ids, {})
 
     def _record_ids(self, node_ids: Sequence[str], skips: dict[str, str]) -> None:
@@ -248,6 +268,10 @@ class Recorder:
         """A phase has ended. Properties are written once each; a worker's death comes through another hook."""
         if report.when not in ("setup", "call", "teardown"):
             return
+        ended = vars(report).get(OUTCOME, report.outcome)
+        if SEVERITY.get(ended, 0) > SEVERITY.get(report.outcome, len(SEVERITY)):
+            report.longrepr = _lied(report, vars(report).get(RAISED) or f"{ended} it")
+            report.outcome = "failed"
         known = self._reported.get(report.nodeid, 0)
         properties: dict[str, Any] = dict(report.user_properties[known:])
         self._reported[report.nodeid] = len(report.user_properties)
@@ -273,6 +297,9 @@ class Recorder:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """A worker is gone. When it died, remember how: the hook below says what it was running."""
+        told = getattr(node, "workeroutput", None) or {}
+        self._deselected = told.get(DESELECTED, self._deselected)
+        self._interrupted = self._interrupted or told.get("exitstatus") == pytest.ExitCode.INTERRUPTED
         if error:
             self._dead[node.gateway.id] = (_signal_of(node), str(error))
 
@@ -283,12 +310,28 @@ class Recorder:
         ended_by, message = self._dead.pop(worker, (None, str(report.longrepr)))
         self._write_crash(self._id(crashitem), worker, ended_by, message)
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Ctrl-C is a KeyboardInterrupt; an end that pytest or pytest-xdist itself decided on is a subclass of it."""
+        value = excinfo.value
+        if isinstance(value, KeyboardInterrupt) and type(value) is not KeyboardInterrupt and not self._interrupted:
+            self._stopped = _first_line(str(value))
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """The session has reached its end by itself."""
-        self._write("session-end", rc=int(exitstatus))
+        fields: dict[str, Any] = {"stopped": self._stopped} if self._stopped else {}
+        self._write("session-end", rc=int(exitstatus), deselected=self._deselected, **fields)
 
     def _write(self, event: str, /, **fields: Any) -> None:
+        """Append an event. A disk that is full ends the session with an exit code of its own: no test can say that."""
+        try:
+            self._append(event, **fields)
+        except DiskError as error:
+            if not journal.disk_full(error):
+                raise
+            raise pytest.exit.Exception(str(error), returncode=journal.DISK_FULL_EXIT) from None
+
+    def _append(self, event: str, /, **fields: Any) -> None:
         while self._dead:  # nobody said what these were running: they died between tests, or while collecting
             worker, (ended_by, message) = self._dead.popitem()
             self._write_crash("", worker, ended_by, message)
@@ -320,6 +363,11 @@ def _signal_of(node: Any) -> str | None:
     except subprocess.TimeoutExpired:
         return None
     return signal_name(-code) if code < 0 else None
+
+
+def _lied(report: pytest.TestReport, raised: str) -> str:
+    """What is recorded of a phase that raised and that a conftest or a plugin calls otherwise."""
+    return f"a plugin calls {report.when} {report.outcome}, which raised {raised}; expected the outcome it had"
 
 
 def _describe(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str]:

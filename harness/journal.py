@@ -18,18 +18,23 @@ Not here: what an outcome means (gate.py).
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from harness import files
 from harness.errors import DiskError, MissingError, UnreadableError
 
 FILE_NAME = "journal.jsonl"
+
+DISK_FULL_EXIT = 117
+"""How the plugin ends a session whose journal met a full disk: the errno of our own write, told by an exit."""
 
 Value = str | int | float
 State = Literal["passed", "failed", "skipped", "running", "not-run"]
@@ -89,6 +94,12 @@ class JournalWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def disk_full(error: DiskError) -> bool:
+    """Whether a write failed for want of room: by its errno, or because only part of the line was taken."""
+    cause = error.__cause__
+    return not isinstance(cause, OSError) or cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def plain_value(value: object) -> Value | None:
@@ -233,6 +244,8 @@ class SessionRecord:
     pid: int
     time: float
     rc: int | None = None
+    stopped: str = ""
+    """Why pytest itself ended it early, where it did: not an interrupt, whatever its exit code says."""
 
 
 @dataclass
@@ -243,6 +256,8 @@ class Journal:
     collected: dict[str, list[str]] = field(default_factory=dict)
     planned_skips: dict[str, str] = field(default_factory=dict)
     deselected: dict[str, int] = field(default_factory=dict)
+    uncounted: set[str] = field(default_factory=set)
+    """Suites of which nobody knows how many tests were deselected: their workers have not told it."""
     processes: list[ProcessRecord] = field(default_factory=list)
     crashes: list[CrashRecord] = field(default_factory=list)
     collect_errors: list[CollectRecord] = field(default_factory=list)
@@ -299,7 +314,15 @@ class Journal:
         for test_id in ids:
             self.record(test_id)
         self.planned_skips.update(event.get("skips", {}))
-        self.deselected[event["suite"]] = int(event.get("deselected", 0))
+        self._count(event["suite"], event.get("deselected", 0))
+
+    def _count(self, suite: str, deselected: object) -> None:
+        if deselected is None:
+            self.deselected.pop(suite, None)
+            self.uncounted.add(suite)
+        else:
+            self.deselected[suite] = int(str(deselected))
+            self.uncounted.discard(suite)
 
     def _collect_error(self, event: Mapping[str, Any]) -> None:
         self.collect_errors.append(_collect_record(event, self.attempt(event["suite"])))
@@ -356,9 +379,10 @@ class Journal:
         for position in range(len(self.sessions) - 1, -1, -1):
             session = self.sessions[position]
             if session.suite == event["suite"] and session.rc is None:
-                self.sessions[position] = SessionRecord(
-                    session.suite, session.run_id, session.pid, session.time, int(event["rc"])
-                )
+                stopped = str(event.get("stopped") or "")
+                self.sessions[position] = replace(session, rc=int(event["rc"]), stopped=stopped)
+                if "deselected" in event:
+                    self._count(session.suite, event["deselected"])
                 return
         self.damage.append(f"the session of {event['suite']} ended without having begun")
 
@@ -429,7 +453,7 @@ class JournalTail:
     def read(self) -> list[dict[str, Any]]:
         """New events since the last call; none while the file does not exist. What is no event is passed over."""
         try:
-            with self._path.open("rb") as stream:
+            with files.open_regular(self._path) as stream:
                 stream.seek(self._position)
                 data = stream.read()
         except FileNotFoundError:
@@ -451,7 +475,7 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
 def read_events(path: Path, damage: list[str]) -> Iterator[dict[str, Any]]:
     """The events of a journal in order; what cannot be read is described in `damage` and passed over."""
     try:
-        stream = path.open("rb")
+        stream = files.open_regular(path)
     except FileNotFoundError:
         raise MissingError(
             f"{path} does not exist", "the journal that every run writes", "name a folder that `fp8ci run` has written"

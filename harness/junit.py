@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from harness import files
 from harness.errors import DiskError, UnreadableError
 from harness.result import Judgement, Result, suite_rank
 
@@ -95,6 +96,8 @@ def write(judgement: Judgement, run: Mapping[str, Any], path: Path) -> None:
 def save(root: Any, path: Path) -> None:
     """Write a JUnitXml whole or not at all. Raises DiskError."""
     try:
+        if path.exists() and not path.is_file():  # renaming would take the place of a device, or of a pipe
+            raise DiskError(f"{path} {files.NO_FILE}", "a file to be written anew", "name another")
         partial = path.with_name(path.name + ".partial")
         root.write(str(partial), pretty=True)
         os.replace(partial, path)
@@ -176,7 +179,8 @@ def _wall_seconds(run: Mapping[str, Any]) -> dict[str, float]:
 def _root(path: Path) -> ElementTree.Element:
     """The root of a report of ours. Raises UnreadableError for what is no XML."""
     try:
-        return ElementTree.parse(path).getroot()
+        with files.open_regular(path) as stream:
+            return ElementTree.parse(stream).getroot()
     except (ElementTree.ParseError, OSError, ValueError) as error:
         raise UnreadableError(f"{path} cannot be read ({error})", "the report of this run", "run again") from None
 

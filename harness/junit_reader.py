@@ -25,10 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from harness import files
 from harness.junit import TEXT_LIMIT
 
 FILE_LIMIT = 100_000_000
 """Bytes of a file that is read at all; GitLab takes 30 MB, and 100 MB a job."""
+
+DEPTH_LIMIT = 64
+"""How deep testsuites may be nested: what is deeper is nobody's report, and costs time with the square of it."""
 
 READ_LIMIT = TEXT_LIMIT + 1024
 """Characters of one text that are kept: what is written by us, with its note that it was cut, is kept whole."""
@@ -139,7 +143,7 @@ def read(path: Path) -> Report:
         if size > FILE_LIMIT:
             report.rejected = f"{size} bytes are more than the {FILE_LIMIT} that are read"
             return report
-        raw = path.read_bytes()
+        raw = files.read_bytes(path)
     except OSError as error:
         report.rejected = f"cannot be read ({error.strerror})"
         return report
@@ -151,9 +155,10 @@ def read(path: Path) -> Report:
     try:
         parser.feed(text)
         parser.close()
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, _TooDeep) as error:
         kept = sum(len(suite.cases) for suite in builder.suites)
-        report.rejected = f"is no XML, or is cut ({error}); {kept} whole cases before that"
+        what = str(error) if isinstance(error, _TooDeep) else f"is no XML, or is cut ({error})"
+        report.rejected = f"{what}; {kept} whole cases before that"
     report.suites = [suite for suite in builder.suites if suite.cases or suite.errors or suite.name]
     if not report.rejected and builder.root not in ("testsuites", "testsuite"):
         report.rejected = f"is no JUnit: its root is <{builder.root}>"
@@ -230,6 +235,10 @@ def _decoded(raw: bytes, name: str, report: Report) -> str:
         report.repairs.append(f"byte {error.start} is not {name}; what is not is shown as U+FFFD")
         text = raw.decode(name, "replace")
     return text
+
+
+class _TooDeep(Exception):
+    """Testsuites are nested deeper than is read."""
 
 
 class _Builder:
@@ -331,6 +340,8 @@ class _Builder:
         return self._suite().properties if self._open else {self._property: ""}
 
     def _start_suite(self, attributes: dict[str, str]) -> None:
+        if len(self._open) == DEPTH_LIMIT:
+            raise _TooDeep(f"testsuites are nested more than {DEPTH_LIMIT} deep")
         if self._open:
             self.repairs["nested suites are laid side by side"] += 1
         name = attributes.get("name", "").strip()

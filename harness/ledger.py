@@ -11,8 +11,9 @@
     expires = 2026-03-01                     # at most 90 days ahead
 
 A skip that never expires reads as a pass for ever, so every field is required, an id is exact (no wildcard), and an
-entry past its date or without effect turns the gate red. A predicate that only names a vendor is refused: `rocm` for a
-test that needs two GPUs hides it on ROCm machines that have two; name what is missing instead.
+entry past its date or without effect turns the gate red. A predicate that names a vendor is refused in every spelling,
+its backend's, an arch's or a version's too: `rocm` (`hip>=1`, `arch:gfx942`) for a test that needs two GPUs hides it on
+ROCm machines that have two; name what is missing instead.
 
 Decoding is strict: an unknown field is an error. Not here: applying waivers to results (gate.py).
 """
@@ -20,16 +21,26 @@ Decoding is strict: an unknown field is an error. Not here: applying waivers to 
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 from pathlib import Path
 
 import msgspec
 
-from harness import capabilities, manifest, platforms
+from harness import capabilities, files, manifest, platforms
 from harness.errors import ConfigError
 
 LONGEST = datetime.timedelta(days=90)
-_VENDORS = frozenset({"amd", "rocm", "hip", "nvidia", "cuda", "cpu"})
+
+#: Words that say who made the machine, wherever they stand in a predicate: vendors, backends, kinds, families of arch.
+_VENDORS = frozenset({"amd", "rocm", "hip", "nvidia", "cuda", "cpu", "vendor", "backend", "arch", "sm", "gfx"})
+
+
+def _names_vendor(predicate: str) -> bool:
+    """Whether any word of a predicate is a vendor, its backend, an arch or a platform, in any case."""
+    words = re.findall(r"[a-z]+[a-z0-9]*", predicate.lower())
+    known = _VENDORS | platforms.PLATFORMS.keys()
+    return any(word in known or re.sub(r"[0-9].*", "", word) in ("sm", "gfx") for word in words)
 
 
 class Waiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,23 +65,28 @@ class Waiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         assert self.where is not None
         return isinstance(capabilities.decide(capabilities.parse(self.where), here), capabilities.Run)
 
-    def expired(self, today: datetime.date) -> bool:
+    def expired(self, day: datetime.date) -> bool:
         """In force up to and including its date."""
-        return today > self.expires
+        return day > self.expires
 
 
 class _Ledger(msgspec.Struct, forbid_unknown_fields=True):
     waiver: list[Waiver] = []
 
 
-def load(path: Path, today: datetime.date | None = None) -> tuple[Waiver, ...]:
+def today() -> datetime.date:
+    """The present day, the same for every machine that judges."""
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def load(path: Path, day: datetime.date | None = None) -> tuple[Waiver, ...]:
     """The waivers of a ledger; none when the file does not exist.
 
     ConfigError for anything that the file may not hold: an unknown field, a wildcard, a vendor as predicate, a date
-    more than 90 days after `today`, two entries for one test and place.
+    more than 90 days after `day` (default: today), two entries for one test and place.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except FileNotFoundError:
         return ()
     except (OSError, UnicodeDecodeError) as error:
@@ -84,7 +100,7 @@ def load(path: Path, today: datetime.date | None = None) -> tuple[Waiver, ...]:
         raise ConfigError(f"{path}: {error}", wanted, "correct the entry") from error
     seen: set[tuple[str, str | None, str | None]] = set()
     for waiver in waivers:
-        _check(path, waiver, today or datetime.date.today())
+        _check(path, waiver, day or today())
         place = (waiver.id, waiver.platform, waiver.where)
         if place in seen:
             raise ConfigError(f"{path}: {waiver.id} is waived twice", "one entry a test and place", "delete one")
@@ -92,7 +108,7 @@ def load(path: Path, today: datetime.date | None = None) -> tuple[Waiver, ...]:
     return waivers
 
 
-def _check(path: Path, waiver: Waiver, today: datetime.date) -> None:
+def _check(path: Path, waiver: Waiver, day: datetime.date) -> None:
     """ConfigError when an entry that has the right fields has wrong values."""
     where = f"{path}: {waiver.id}"
     manifest.parse(waiver.id)
@@ -103,27 +119,26 @@ def _check(path: Path, waiver: Waiver, today: datetime.date) -> None:
             raise ConfigError(f"{where} has an empty {name}", f"a {name}", "fill it in")
     if not waiver.issue.startswith("https://"):
         raise ConfigError(f"{where} has issue {waiver.issue!r}", "the URL of an issue", "open one and name it")
-    if waiver.expires - today > LONGEST:
+    if waiver.expires - day > LONGEST:
         raise ConfigError(
-            f"{where} expires on {waiver.expires}", f"a date up to {today + LONGEST}", "choose an earlier date"
+            f"{where} expires on {waiver.expires}", f"a date up to {day + LONGEST}", "choose an earlier date"
         )
     if (waiver.platform is None) == (waiver.where is None):
         raise ConfigError(f"{where} names {'no place' if waiver.where is None else 'two places'}", _PLACE, "correct it")
     if waiver.platform is not None:
-        if waiver.platform.removeprefix("not ").strip() in _VENDORS - {"cpu"}:
+        if waiver.platform in platforms.PLATFORMS:
+            return
+        if _names_vendor(waiver.platform):
             raise ConfigError(f"{where} is waived for {waiver.platform!r}, a vendor", _PLACE, _SAY_WHAT)
-        if waiver.platform not in platforms.PLATFORMS:
-            raise ConfigError(
-                f"{where} names platform {waiver.platform!r}", f"one of {', '.join(platforms.PLATFORMS)}", "correct it"
-            )
-        return
+        raise ConfigError(
+            f"{where} names platform {waiver.platform!r}", f"one of {', '.join(platforms.PLATFORMS)}", "correct it"
+        )
     assert waiver.where is not None
-    predicate = waiver.where.removeprefix("not ").strip()
-    if predicate in _VENDORS or predicate.startswith("vendor"):
+    if _names_vendor(waiver.where):
         raise ConfigError(f"{where} is waived where {waiver.where!r}, a vendor", _PLACE, _SAY_WHAT)
     for requirement in capabilities.parse(waiver.where):
         if requirement.operator == ">=" and not requirement.value.strip("0."):
-            what = f"{where} is waived where {waiver.where!r}, which says no more than which vendor, or nothing"
+            what = f"{where} is waived where {waiver.where!r}, which is true everywhere"
             raise ConfigError(what, _PLACE, _SAY_WHAT)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from harness import files
 from harness.errors import ConfigError
 
 _ID = re.compile(r"(?P<suite>[a-z]+)/(?P<module>[\w/]+)::(?P<test>\w+)(?:\[(?P<case>.+)\])?", re.ASCII | re.DOTALL)
@@ -95,7 +96,7 @@ def read(path: Path) -> tuple[str, ...]:
     command, so any of these means that somebody edited it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist",

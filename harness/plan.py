@@ -287,6 +287,9 @@ def _fates(
         if test_id in told.planned_skips:
             note = "; the manifest says that it must run here" if test_id in required else ""
             entries.append(Planned(test_id, suite, "skip", told.planned_skips[test_id] + note))
+        elif waiver is not None and waiver.expired(ledger.today()):
+            expired = f"its waiver expired on {waiver.expires}: {waiver.reason} ({waiver.issue})"
+            entries.append(Planned(test_id, suite, "run", expired))
         elif waiver is not None:
             entries.append(
                 Planned(test_id, suite, "waived", f"until {waiver.expires}: {waiver.reason} ({waiver.issue})")

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness import canary, capabilities, devices, journal, plan, platforms, progress
+from harness import canary, capabilities, devices, files, journal, plan, platforms, progress
 from harness.errors import DiskError, HarnessError, InterruptedRun, UsageError
 from harness.executor import Command, Ended, Executor, Place
 from harness.local import LocalExecutor
@@ -44,6 +44,8 @@ SCHEMA = 1
 RUN_FILE = "run.json"
 CAPABILITIES_FILE = "capabilities.json"
 JUDGED_WITH = "judged-with"
+LOG_BYTES = 1_000_000
+"""How much of a log's end may accuse the GPU: what a driver writes on its way down comes last."""
 
 RESERVE = ".reserve"
 RESERVED = 1 << 20
@@ -445,7 +447,7 @@ def _suspect(ended: Ended, log: Path) -> bool:
     """Whether the GPU may be at fault: a deadline of ours, or a log that says so of a process that did not end well."""
     if ended.killed_by is not None:
         return ended.killed_by == "deadline"
-    return ended.rc != 0 and canary.suspected(log.read_text("utf-8", "replace")) is not None
+    return ended.rc != 0 and canary.suspected(files.tail(log, LOG_BYTES).decode("utf-8", "replace")) is not None
 
 
 def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Journal) -> None:

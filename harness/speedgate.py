@@ -35,7 +35,7 @@ class SpeedJudge:
         machine = run.get("capabilities")
         self.device = str(machine.get("device_name") or "") if isinstance(machine, Mapping) else ""
         versions = run.get("versions")
-        self.fingerprint = fingerprint.of_run(platform.id, versions if isinstance(versions, Mapping) else {})
+        self.fingerprint = fingerprint.of_run(platform.id, versions if isinstance(versions, Mapping) else {}, run)
         self.missing = Verdict.NO_BASELINE if "perf" in platform.calibrated else Verdict.UNCALIBRATED
         self.moved: dict[str, int] = {}
 

@@ -313,7 +313,7 @@ def _products(
 ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """float32 sums of groups, (M,N) or (E,N,K), zero where no rows are; and the bounds of the groups. Reads offs.
 
-    left: (M,K) or (N,M). right: (E,N,K) or (K,M), contiguous along the contraction. Any float dtype but FP8.
+    left: (M,K) or (N,M). right: (E,N,K) or (K,M), contiguous along the contraction. Any float dtype.
     """
     in_rows = right.dim() == 3
     m = left.shape[0 if in_rows else 1]
@@ -327,10 +327,15 @@ def _products(
         # float64: a sum of e4m3 products is exact there; see scaled_mm.py. Libraries refuse what is no multiple of 16
         # bytes (pytorch/pytorch#172440): hence plain products, one a group.
         if in_rows:
-            product[start:end] = left[start:end].double() @ right[group].double().t()
+            product[start:end] = _widened(left[start:end]) @ _widened(right[group]).t()
         else:
-            product[group] = left[:, start:end].double() @ right[:, start:end].double().t()
+            product[group] = _widened(left[:, start:end]) @ _widened(right[:, start:end]).t()
     return product, bounds
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """Codes or numbers as float64."""
+    return formats.decode(x, x.dtype, torch.float64) if x.itemsize == 1 else x.double()
 
 
 def grouped_scaled_mm_reference(
@@ -342,8 +347,7 @@ def grouped_scaled_mm_reference(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """The specification, in plain torch; any sizes and groups. Arguments and result as grouped_scaled_mm."""
-    left, right = formats.decode(a, a.dtype), formats.decode(b.transpose(-2, -1), b.dtype)
-    product, bounds = _products(left, right, offs, b.shape[-1])
+    product, bounds = _products(a, b.transpose(-2, -1), offs, b.shape[-1])
     for group, (start, end) in enumerate(bounds):
         if start == end:
             continue

@@ -136,7 +136,8 @@ def scaled_mm_reference(
     """
     # float64: a sum of e4m3 products is exact there and one of e5m2 nearly, so the order of accumulation does not show:
     # the same bits on every CPU, vector width and thread count. With scales of blocks a last bit may.
-    left, right = (formats.decode(x, x.dtype).to(torch.float64) for x in (a, b))
+    left, right = (formats.decode(x, x.dtype, torch.float64) for x in (a, b.t()))
+    right = right.t()
     if granularity in _WHOLE:
         product = (left @ right).to(torch.float32)
         return _descale(product, inverse_scale_a, inverse_scale_b, bias, out_dtype)

@@ -537,7 +537,7 @@ def test_compiled_layer(recipe: str, device: str, seed: int) -> None:
         assert_bits_equal(eager, found[1][what], f"{recipe}, {what}")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a graph of Inductor's own kernels for a GPU")
+@pytest.mark.requires(gpus=1)  # Inductor's own kernels
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, id=f"moe-{name}-block-compiled") for name in ("bf16", "rowwise")]
 )

@@ -186,7 +186,7 @@ class Built:
         self.processes: dict[str, dict[str, Any]] = {}
         self.session_rc: dict[str, int | None] = {}
         self.session_ids: dict[str, str] = {}
-        self.deselected: dict[str, int] = {}
+        self.deselected: dict[str, int | None] = {}
         self.extra_events: list[tuple[str, dict[str, Any]]] = []
 
     def test(self, test_id: str, outcome: str = "passed", message: str = "", **properties: Any) -> Built:

@@ -15,7 +15,7 @@ import pytest
 
 from harness import cli, platforms
 from harness import record as recording
-from harness.errors import VERDICTS, Verdict
+from harness.errors import VERDICTS, UsageError, Verdict
 from suites.unit import tiny_checkout
 from suites.unit.built_evidence import good
 
@@ -481,3 +481,19 @@ def test_a_path_that_no_file_system_takes(capsys: pytest.CaptureFixture[str]) ->
     """One line, no traceback."""
     assert cli.main(["gate", "x" * 300]) == 4
     assert "too long" in capsys.readouterr().err
+
+
+def test_a_recording_is_of_one_platform() -> None:
+    """Runs of two machines make no baseline of either."""
+    with pytest.raises(UsageError, match="of cpu and h200; expected one platform; take them one"):
+        cli._one_platform([{"platform": "h200"}, {"platform": "cpu"}])
+    assert cli._one_platform([{"platform": "h200"}] * 2).id == "h200"
+
+
+@pytest.mark.parametrize("verb", ["record", "calibrate"])
+def test_runs_of_a_recording(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--runs 0, and --runs beside runs that exist, are refused before anything runs."""
+    assert cli.main(["baseline", verb, "--platform", "h200", "--runs", "0"]) == 2
+    assert "--runs is 0" in capsys.readouterr().err
+    assert cli.main(["baseline", verb, "--runs", "2", "--from", "somewhere"]) == 2
+    assert "--runs and --from exclude each other" in capsys.readouterr().err

@@ -190,6 +190,14 @@ DEATHS: dict[str, Death] = {
     # Memory, and the disk.
     "out-of-memory": Death("bytearray(1 << 62)", Verdict.OOM, "MemoryError", 1, rest=""),
     "disk-full": Death("fill_the_disk()", Verdict.DISK, "No space left on device", 3, before=FILL),
+    "says-that-the-disk-is-full": Death(
+        f"os.write(2, b'OSError: [Errno 28] No space left on device\\n'); {SEGV}",
+        Verdict.CRASH,
+        "died of SIGSEGV",
+        3,
+        args=("--capture=sys",),
+    ),
+    "journal-closed": Death("os.closerange(3, 100); os._exit(3)", Verdict.CRASH, "exited with 3", 3),
     "disk-full-in-the-last-test": Death(
         "pass",
         Verdict.DISK,
@@ -248,6 +256,33 @@ DEATHS: dict[str, Death] = {
         "faulthandler",
         3,
         args=("-o", "faulthandler_timeout=1.0", "-o", "faulthandler_exit_on_timeout=true"),
+    ),
+    # Enough is enough: an orderly end after a failure, which pytest-xdist tells with the exit code of an interrupt.
+    "xdist-maxfail": Death(
+        "assert False, 'wrong'\n" + "".join(f"def test_2_{name}(): time.sleep(0.3)\n" for name in "efgh"),
+        Verdict.FAIL,
+        "wrong",
+        3,
+        rest="error MISSING: not run: pytest stopped early (stopping after 1 failures)",
+        args=(*XDIST, "--maxfail=1", "--maxschedchunk=1"),
+    ),
+    "xdist-maxfail-in-the-last-test": Death(
+        "pass",
+        Verdict.FAIL,
+        "wrong",
+        1,
+        what="test_tiny::test_3_last",
+        rest="failure FAIL: ",
+        args=(*XDIST, "--maxfail=1"),
+        after="@pytest.fixture(autouse=True)\ndef fail(request): assert '3_last' not in request.node.name, 'wrong'\n",
+    ),
+    "xdist-interrupt-in-a-worker": Death(
+        "raise KeyboardInterrupt",
+        Verdict.INTERRUPTED,
+        "pytest was interrupted",
+        130,
+        what="suite::agreement",
+        args=XDIST,
     ),
     # pytest-xdist: the worker, the controller, and the words between them.
     "xdist-sigkill": Death(
@@ -613,12 +648,13 @@ def test_a_gpu_fault(code: str, verdict: Verdict, told: str, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("end", "attempts", "exit_code"),
     [
+        ("os.write(2, b'No space left on device\\n'); os._exit(1)", 1, 3),
         ("fill_the_disk()", 2, 0),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, 3),
         ("os.abort()", 1, 3),
         ("assert False", 1, 1),
     ],
-    ids=["retry-disk", "retry-not-killed", "retry-not-crash", "retry-not-fail"],
+    ids=["retry-not-printed", "retry-disk", "retry-not-killed", "retry-not-crash", "retry-not-fail"],
 )
 def test_only_the_machine_is_retried(
     end: str,
@@ -632,7 +668,7 @@ def test_only_the_machine_is_retried(
     source = THREE.format(before=FILL, mark="", arguments="", end=f"{once}    if first: {end}", after="")
     root = tiny_checkout.make(tmp_path, {"numerics/test_tiny": source}, IDS)
     common = ["run", "--platform", "cpu", "--suite", "numerics", "--quiet", "--root", str(root)]
-    assert cli.main([*common, "--out", str(root / "out"), "--", "-p", "harness.plugin"]) == exit_code
+    assert cli.main([*common, "--out", str(root / "out"), "--", "-p", "harness.plugin", "--capture=sys"]) == exit_code
     text = capsys.readouterr().out
     described = json.loads((root / "out" / "run.json").read_text(encoding="utf-8"))
     assert [attempt["attempt"] for attempt in described["attempts"]] == list(range(1, attempts + 1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from harness import gate, junit, machinecode
-from harness.errors import ConfigError, UnreadableError, UsageError, Verdict
+from harness import deaths, gate, journal, junit, ledger, machinecode
+from harness.errors import VERDICTS, ConfigError, UnreadableError, UsageError, Verdict
 from harness.result import Judgement, Result
 from suites.unit.built_evidence import (
     BF16_TEST,
@@ -32,6 +34,12 @@ from suites.unit.built_evidence import (
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_TEST = "numerics/test_formats::test_golden[formats-e5m2]"
+
+
+@pytest.fixture(autouse=True)
+def _the_day_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evidence made by hand is of 2026-02-03, and is judged on that day where a test says nothing else."""
+    monkeypatch.setattr(ledger, "today", lambda: datetime.date(2026, 2, 3), raising=False)
 
 
 def verdict(judgement: Judgement, test_id: str) -> Verdict:
@@ -339,13 +347,55 @@ def test_worker_crash(tmp_path: Path) -> None:
 
 
 def test_disk_full_is_the_machine(tmp_path: Path) -> None:
-    """A process that died with `No space left on device` in its log is exit 4 for its test, once nothing is unrun."""
-    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", rc=1)
+    """The plugin whose own write met a full disk ends its process with a code that says so: exit 4 for its test."""
+    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", rc=journal.DISK_FULL_EXIT)
+    built.session_rc["numerics"] = None
+    judgement = gate.judge(built.baseline().write())
+    assert (verdict(judgement, OTHER_TEST), judgement.exit_code) == (Verdict.DISK, 4)
+
+
+PRINTED = {
+    "disk": "OSError: [Errno 28] No space left on device",
+    "shm": "Bus error: nonexistent physical address",
+    "pids": "bash: fork: retry: Resource temporarily unavailable",
+}
+
+
+@pytest.mark.parametrize("text", PRINTED.values(), ids=PRINTED)
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ({"rc": 1}, Verdict.CRASH),
+        ({"rc": None, "signal": "SIGSEGV"}, Verdict.CRASH),
+        ({"rc": None, "signal": "SIGKILL"}, Verdict.KILLED),
+    ],
+    ids=["exit", "sigsegv", "sigkill"],
+)
+def test_a_log_alone_accuses_no_machine(text: str, end: dict[str, Any], expected: Verdict, tmp_path: Path) -> None:
+    """A test may print anything: without evidence of the machine's own its death is its own, and is not retried."""
+    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", **end)
     built.session_rc["numerics"] = None
     built.baseline().write()
-    built.file("logs/numerics.log", "OSError: [Errno 28] No space left on device\n")
+    built.file("logs/numerics.log", f"{text}\n")
     judgement = gate.judge(tmp_path)
-    assert (verdict(judgement, OTHER_TEST), judgement.exit_code) == (Verdict.DISK, 4)
+    assert (verdict(judgement, OTHER_TEST), judgement.exit_code) == (expected, VERDICTS[expected].exit_code)
+    assert not deaths.machine_failed(tmp_path, "numerics")
+    assert text in of(judgement, OTHER_TEST).detail
+    worker = {"id": OTHER_TEST, "worker": "gw0", "signal": end.get("signal"), "message": "", "suite": "numerics"}
+    built = good(tmp_path / "xdist").test(OTHER_TEST, "failed", "worker 'gw0' crashed")
+    built.extra_events.append(("worker-crash", worker))
+    built.baseline().write()
+    built.file("logs/numerics.log", f"{text}\n")
+    assert verdict(gate.judge(built.folder), OTHER_TEST) is expected
+
+
+def test_a_bus_error_for_want_of_memory(tmp_path: Path) -> None:
+    """The signal and the handler's words together: /dev/shm is too small."""
+    built = good(tmp_path).test(OTHER_TEST, "running").process("numerics", rc=None, signal="SIGBUS").baseline()
+    built.write()
+    assert verdict(gate.judge(tmp_path), OTHER_TEST) is Verdict.CRASH
+    built.file("logs/numerics.log", "Caught signal 7 (Bus error: nonexistent physical address)\n")
+    assert verdict(gate.judge(tmp_path), OTHER_TEST) is Verdict.SHM
 
 
 @pytest.mark.parametrize(
@@ -476,6 +526,64 @@ def test_a_waiver_for_no_test(tmp_path: Path) -> None:
     """A waiver whose test no longer exists is WAIVER_UNUSED."""
     built = good(tmp_path).waiver(waiver(test_id=OTHER_TEST))
     assert verdict(gate.judge(built.write()), OTHER_TEST) is Verdict.WAIVER_UNUSED
+
+
+@pytest.mark.parametrize(
+    ("started", "today", "expected", "told"),
+    [
+        ("2026-02-03T04:05:06+00:00", "2026-03-01", Verdict.WAIVED, "until 2026-03-01"),
+        (
+            "2026-02-03T04:05:06+00:00",
+            "2026-03-02",
+            Verdict.WAIVER_EXPIRED,
+            "on 2026-03-01, after the run of 2026-02-03",
+        ),
+        ("2026-03-02T00:00:00+00:00", "2026-02-03", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+        ("2036-02-03T04:05:06+00:00", "2026-02-03", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+        ("2026-03-01T23:30:00-05:00", "2026-02-03", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+        ("soon", "2026-03-02", Verdict.WAIVER_EXPIRED, "expired on 2026-03-01: "),
+    ],
+    ids=["last-day", "day-after", "run-later", "far-future", "time-zone", "no-date"],
+)
+def test_no_clock_revives_a_waiver(
+    started: str, today: str, expected: Verdict, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its date has passed for the run or for the judgement: what run.json says of its time makes it no younger."""
+    monkeypatch.setattr(ledger, "today", lambda: datetime.date.fromisoformat(today))
+    built = good(tmp_path / "evidence").test(NUMERICS_TEST, "failed", "wrong")
+    built.run["started"] = started
+    folder = built.waiver(waiver("2026-03-01")).write()
+    current = shutil.copytree(built.baselines, tmp_path / "baselines")
+    for judgement in (gate.judge(folder), gate.against(folder, current)[0]):
+        result = of(judgement, NUMERICS_TEST)
+        assert (result.verdict, judgement.exit_code) == (expected, 0 if expected is Verdict.WAIVED else 1)
+        assert told in result.message
+
+
+def test_a_run_of_long_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten years before its waiver's end that waiver is too long; by a checkout's ledger it has expired."""
+    monkeypatch.setattr(ledger, "today", lambda: datetime.date(2026, 3, 2))
+    built = good(tmp_path / "evidence").test(NUMERICS_TEST, "failed", "wrong")
+    built.run["started"] = "2016-02-03T04:05:06+00:00"
+    folder = built.waiver(waiver("2026-03-01")).write()
+    with pytest.raises(ConfigError, match="expected a date up to 2016-05-03"):
+        gate.judge(folder)
+    judgement, _ = gate.against(folder, shutil.copytree(built.baselines, tmp_path / "baselines"))
+    assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.WAIVER_EXPIRED, 1)
+
+
+def test_a_waiver_of_today_for_the_run_of_yesterday(tmp_path: Path) -> None:
+    """`--current` judges by the ledger of today: 90 days from now are not too long because the run is a day older."""
+    built = good(tmp_path / "evidence").test(NUMERICS_TEST, "failed", "wrong")
+    built.run["started"] = "2026-02-02T04:05:06+00:00"
+    folder = built.write()
+    other = good(tmp_path / "checkout").waiver(waiver("2026-05-04"))  # 90 days after 2026-02-03
+    judgement, differences = gate.against(folder, other.baselines)
+    assert (verdict(judgement, NUMERICS_TEST), judgement.exit_code) == (Verdict.WAIVED, 0)
+    assert differences == (f"{NUMERICS_TEST}: FAIL by the run's own files, WAIVED by these",)
+    other.waiver(waiver("2026-05-05"))
+    with pytest.raises(ConfigError, match="expected a date up to 2026-05-04"):
+        gate.against(folder, other.baselines)
 
 
 # The folder itself -------------------------------------------------------------------------------------------------
@@ -732,6 +840,17 @@ def test_run_json_says_what_nobody_asked_for(key: str, tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps({**built.run, key: value, "capabilities": machine}))
     judgement = gate.judge(folder)
     assert (verdict(judgement, "numerics/suite::arguments"), judgement.exit_code) == (Verdict.DISAGREE, 3)
+
+
+def test_nobody_counted_what_was_deselected(tmp_path: Path) -> None:
+    """Workers that never came to their end say no count: unknown, which is not none."""
+    built = good(tmp_path)
+    built.deselected["numerics"] = None
+    folder = built.write()
+    assert gate.judge(folder).exit_code == 0
+    judgement = gate.judge(folder, whole=True)
+    assert (verdict(judgement, "numerics/suite::deselected"), judgement.exit_code) == (Verdict.MISSING, 3)
+    assert "nobody counted" in of(judgement, "numerics/suite::deselected").message
 
 
 def test_deselected_by_an_argument_of_pytest(tmp_path: Path) -> None:

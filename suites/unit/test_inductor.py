@@ -12,6 +12,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.graph import GraphLowering
 
 from fp8stack import inductor, parallel
+from fp8stack.config import ConfigError
 
 WIDTH = 4096  # more than one step of a reduction loop
 
@@ -123,3 +124,5 @@ def test_an_unknown_code_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -
         RuntimeError, match=r"code generator of torch .* expected torch 2\.10 to 2\.13; .*--compile none"
     ):
         inductor.options()
+    with pytest.raises(ConfigError, match="--compile none"):  # one line of the trainer's
+        parallel.Compiler("inductor")

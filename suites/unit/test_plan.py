@@ -183,3 +183,10 @@ def test_the_fate_of_every_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         "suite loss collected nothing",
     )
     assert not (root / "ran").exists()
+
+    date = datetime.date.today() - datetime.timedelta(days=2)
+    (root / "baselines" / "waivers.toml").write_text(WAIVER.format(date=date), encoding="utf-8")
+    told = plan.collect(root, CPU, "named", suites=("numerics",), case="cast-a", executor=LocalExecutor())
+    assert [(entry.fate, entry.reason) for entry in told.entries] == [
+        ("run", f"its waiver expired on {date}: known (https://github.com/o/r/issues/1)")
+    ]

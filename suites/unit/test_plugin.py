@@ -270,6 +270,58 @@ def test_a_plugin_that_swallows_failures(options: Sequence[str], tmp_path: Path)
     assert message.startswith("a plugin calls call passed, which raised ValueError: lost; expected the outcome")
 
 
+@pytest.mark.parametrize("options", [(), ("-n1",)], ids=["late-alone", "late-xdist"])
+@pytest.mark.parametrize("how", ["wrapper", "logreport", "skip"])
+def test_a_plugin_that_has_the_last_word(how: str, options: Sequence[str], tmp_path: Path) -> None:
+    """Around our own hook, after it, or by calling it skipped: what a phase raised is recorded all the same."""
+    root = checkout(
+        tmp_path,
+        """
+        import pytest, unittest
+        def test_first(): pass
+        def test_second(): raise ValueError("lost")
+        def test_third(): pytest.skip("no")
+        def test_fourth(): raise unittest.SkipTest("no")
+        """,
+    )
+    change = {
+        "wrapper": "@pytest.hookimpl(wrapper=True, tryfirst=True)\ndef pytest_runtest_makereport(item):\n"
+        "    report = yield\n    report.outcome, report.longrepr = 'passed', None\n    return report\n",
+        "logreport": "@pytest.hookimpl(tryfirst=True)\ndef pytest_runtest_logreport(report):\n"
+        "    report.outcome, report.longrepr = 'passed', None\n",
+        "skip": "@pytest.hookimpl(wrapper=True)\ndef pytest_runtest_makereport(item):\n    report = yield\n"
+        "    if report.failed: report.outcome, report.longrepr = 'skipped', ('a.py', 1, 'Skipped: no GPU')\n"
+        "    return report\n",
+    }
+    (root / "suites/numerics/conftest.py").write_text(f"import pytest\n{change[how]}")
+    run_pytest(root, *options)
+    told = read(root)
+    skipped = "skipped" if how == "skip" else "failed"  # a skip that is called passed is as untrue
+    assert states(told) == {
+        "test_first": "passed",
+        "test_second": "failed",
+        "test_third": skipped,
+        "test_fourth": skipped,
+    }
+    calls = "skipped" if how == "skip" else "passed"
+    message = told.tests[PREFIX + "test_second"].message
+    assert message.startswith(f"a plugin calls call {calls}, which raised ValueError: lost; expected the outcome")
+
+
+def test_deselected_under_xdist(tmp_path: Path) -> None:
+    """Workers deselect, and only the controller writes: the count arrives when they end; without it, it is unknown."""
+    root = checkout(tmp_path, "def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
+    assert run_pytest(root, "-n1", "-k", "test_b").returncode == 0
+    assert (read(root).deselected, read(root).uncounted) == ({"numerics": 2}, set())
+    (root / "out" / FILE_NAME).unlink()
+    assert run_pytest(root, "-n1", "-k", "none").returncode == 5
+    assert (read(root).deselected, read(root).uncounted) == ({"numerics": 3}, set())
+    (root / "out" / FILE_NAME).unlink()
+    (root / "suites/numerics/test_a.py").write_text("import os\ndef test_a(): os._exit(1)\ndef test_b(): pass\n")
+    run_pytest(root, "-n1", "--max-worker-restart=0")
+    assert (read(root).deselected, read(root).uncounted) == ({}, {"numerics"})
+
+
 def test_case_selection(tmp_path: Path) -> None:
     """Only matching cases run; how many were left out is recorded."""
     root = checkout(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -222,6 +224,23 @@ def test_twelve_megabytes_of_output(tmp_path: Path) -> None:
     assert out.stat().st_size < 100_000
 
 
+def test_suites_in_suites_without_end(tmp_path: Path) -> None:
+    """50,000 deep: refused in a moment, with what was whole before; as deep as anybody nests is read."""
+    path = tmp_path / "deep.xml"
+    for depth, verdicts, exit_code in ((30, ONE_RED, 1), (50_000, {"PASS": 1, "UNREADABLE": 1}, 3)):
+        head = '<testsuite name="s"><testcase classname="t" name="first"/>' + '<testsuite name="s">' * (depth - 1)
+        last = '<testcase classname="t" name="last"><failure message="wrong"/></testcase>'
+        path.write_text(head + last + "</testsuite>" * depth)
+        started = time.monotonic()
+        judgement, _ = combine.judge([path])
+        assert time.monotonic() - started < 5
+        assert (judgement.counts, judgement.exit_code) == (verdicts, exit_code), said(judgement)
+    assert "testsuites are nested more than 64 deep; 1 whole cases before that" in said(judgement)
+    elements = "<properties>" * 50_000
+    path.write_text(f'<testsuite name="s"><testcase name="a">{elements}')
+    assert combine.judge([path])[0].counts == UNREADABLE
+
+
 def test_two_hundred_megabytes(tmp_path: Path) -> None:
     """More than anybody's viewer takes: refused by its size, unread."""
     path = tmp_path / "huge.xml"
@@ -290,6 +309,107 @@ def test_expected_platforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "mi300x is expected" in capsys.readouterr().out
     assert cli.main(["gate", evidence, "--expect", "mi300"]) == 2
     assert "there is no platform 'mi300'" in capsys.readouterr().err
+
+
+def test_a_report_alone_is_no_platform(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One pass and the rest skipped, in a report of ours without its run: nothing there says what had to run."""
+    built = good(tmp_path / "cpu").test("numerics/test_a::test_a", "skipped", "requires 4 gpus; this is cpu with 0")
+    alone = tmp_path / "report.xml"
+    alone.write_text((reported(tmp_path / "cpu", built) / "junit.xml").read_text())
+    assert cli.main(["gate", str(alone)]) == 0
+    capsys.readouterr()
+    assert cli.main(["gate", str(alone), "--expect", "cpu"]) == 3
+    first = capsys.readouterr().out.splitlines()[0]
+    told = "cpu is expected, and of it there is only report.xml, without run.json and journal.jsonl beside it: nothing"
+    assert told in first
+    # Beside another run's folder it proves no more than that folder does.
+    (tmp_path / "cpu" / "shard.xml").write_text(alone.read_text())
+    assert cli.main(["gate", str(tmp_path / "cpu" / "shard.xml"), "--expect", "cpu"]) == 3
+
+
+def test_the_report_of_a_folder_stands_for_the_folder(tmp_path: Path) -> None:
+    """Where junit.xml has its run beside it, the run is judged: what the report leaves out is red."""
+    evidence = reported(tmp_path / "cpu", good(tmp_path / "cpu"))
+    text = (evidence / "junit.xml").read_text()
+    begin = text.index("<testcase", text.index('name="fp8.loss.cpu"'))
+    suite = text[text.rindex("<testsuite ", 0, begin) : text.index("</testsuite>", begin) + len("</testsuite>")]
+    for change in (text.replace(suite, ""), text.replace("cafe0001", "cafe0002")):
+        assert change != text
+        (evidence / "junit.xml").write_text(change)
+        assert combine.judge([evidence / "junit.xml"], ["cpu"])[0].exit_code == 3
+    (evidence / "junit.xml").write_text(text)
+    assert combine.judge([evidence / "junit.xml"], ["cpu"])[0].exit_code == 0
+
+
+def test_an_expected_platform_without_a_manifest(tmp_path: Path) -> None:
+    """A platform that declares nothing calibrated and has no list of what must run: green alone, not as expected."""
+    built = Built(tmp_path, ("numerics", "loss")).test(NUMERICS_TEST).test("loss/test_a::test_a")
+    built.run["platform"] = built.run["capabilities"]["platform"] = "mi300x"
+    assert gate.judge(built.write()).exit_code == 0
+    judgement, _ = combine.judge([tmp_path], ["mi300x"])
+    (told,) = judgement.red
+    assert (told.id, told.verdict) == ("gate/expected::mi300x", Verdict.MISSING)
+    assert "judged-with/mi300x/manifest.txt is missing: nothing says what must run there" in told.message
+
+
+@pytest.mark.parametrize("again", ["same", "link", "copy", "report"])
+def test_evidence_that_is_given_twice(again: str, tmp_path: Path) -> None:
+    """It counts once, and that is said: by its path, through a link, as a copy, or by the report inside of it."""
+    evidence = reported(tmp_path / "cpu", good(tmp_path / "cpu"))
+    other = tmp_path / "again"
+    if again == "link":
+        other.symlink_to(evidence)
+    elif again == "copy":
+        shutil.copytree(evidence, other)
+    else:
+        other = evidence / "junit.xml" if again == "report" else tmp_path / "nowhere" / ".." / "cpu"
+    (tmp_path / "nowhere").mkdir()
+    judgement, pieces = combine.judge([evidence, other], ["cpu"])
+    assert (judgement.counts, judgement.exit_code, len(pieces)) == ({"PASS": 4}, 0, 1)
+    assert any("is there twice, and counts once" in note for note in judgement.notes)
+    judgement, pieces = combine.judge([CORPUS / "plain.xml", CORPUS / "plain.xml"])
+    assert (judgement.counts, len(pieces)) == (ONE_RED, 1)
+
+
+def test_two_folders_of_one_run_that_differ(tmp_path: Path) -> None:
+    """One of them is not what that run left: red, and neither is dropped."""
+    good(tmp_path / "a").write()
+    good(tmp_path / "b").test(NUMERICS_TEST, "failed", "wrong").write()
+    for paths in ([tmp_path / "a", tmp_path / "b"], [tmp_path / "b", tmp_path / "a"]):
+        judgement, pieces = combine.judge(paths)
+        assert (judgement.exit_code, len(pieces)) == (3, 2)
+        assert (judgement.counts["DISAGREE"], judgement.counts["FAIL"]) == (1, 1)
+        assert "both of run cafe0001 on cpu, and say different things" in said(judgement)
+
+
+def test_a_waiver_that_a_report_claims(tmp_path: Path) -> None:
+    """Waivers come from a ledger at judgement; a file that calls itself waived is red. A merge keeps it."""
+    path, out = tmp_path / "report.xml", tmp_path / "merged.xml"
+    path.write_text(
+        '<testsuite name="s"><testcase classname="t" name="a"/><testcase classname="t" name="b"><skipped '
+        'type="WAIVED" message="WAIVED: known"/><properties><property name="verdict" value="WAIVED"/></properties>'
+        "</testcase></testsuite>"
+    )
+    judgement, _ = combine.judge([path])
+    assert (judgement.counts, judgement.exit_code) == (ONE_RED, 1)
+    assert "waived by the report itself (known); a waiver counts in the ledger that a run is judged with" in said(
+        judgement
+    )
+    junit_merge.merge([path], out)
+    assert 'type="WAIVED"' in out.read_text()
+    assert combine.judge([out])[0].exit_code == 1
+
+
+def test_a_report_of_which_nothing_counts(tmp_path: Path) -> None:
+    """Skipped, or too short to time: nothing was tested there either."""
+    path = tmp_path / "report.xml"
+    path.write_text(
+        '<testsuite name="s"><testcase classname="t" name="a"><skipped/></testcase><testcase classname="t" name="b">'
+        '<skipped type="UNMEASURABLE"/><properties><property name="verdict" value="UNMEASURABLE"/></properties>'
+        "</testcase></testsuite>"
+    )
+    judgement, _ = combine.judge([path])
+    assert (judgement.exit_code, "nothing ran: all 2 were skipped" in said(judgement)) == (3, True)
 
 
 def test_a_platform_that_is_expected_twice(tmp_path: Path) -> None:

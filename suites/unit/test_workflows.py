@@ -96,7 +96,8 @@ def test_an_image_is_built_before_it_is_needed(name: str) -> None:
 def test_drift_pins_nothing() -> None:
     """The lane of the newest versions takes no constraint, in an environment of its own, and judges as the main job."""
     section = TOX.partition("[testenv:drift]\n")[2].partition("\n[")[0]
-    assert "torch\n" in section
+    assert "    torch\n" in section
+    assert "--upgrade --no-deps triton\n" in section
     assert "constraints" not in section
     assert "env_dir" not in section
     assert "fp8ci run --platform cpu {posargs}" in section

@@ -71,7 +71,7 @@ from torch.utils.checkpoint import (
 
 from fp8stack import inductor
 from fp8stack.config import ConfigError
-from fp8stack.models import Transformer
+from fp8stack.models import LatentBlock, Transformer
 from fp8stack.moe import MoE
 
 
@@ -296,6 +296,23 @@ class Decisions:
         return decide
 
 
+# What of a block that is cut in three becomes a graph, and what cannot.
+GRAPHS, EAGER = ("until_experts", "after_experts"), "through_experts"
+
+
+def cut_blocks(blocks: nn.ModuleList) -> None:
+    """Cut the forward of each block with experts in three, in place: for experts on other ranks, and compile."""
+    for block in blocks:
+        if isinstance(block, LatentBlock) and not block.dense:
+            block.forward = block.forward_in_three
+
+
+def _parts(block: nn.Module) -> tuple[str, ...]:
+    """The methods that make up a block's forward, each checkpointed by itself."""
+    cut = isinstance(block, LatentBlock) and block.forward == block.forward_in_three
+    return (*GRAPHS, EAGER) if cut else ("forward",)
+
+
 def checkpoint_activations(blocks: nn.ModuleList, mode: str, compiled: bool) -> Decisions | None:
     """Wrap the forward of each block, in place. mode: none, full or selective. Returns what the policy saw, or None.
 
@@ -305,16 +322,20 @@ def checkpoint_activations(blocks: nn.ModuleList, mode: str, compiled: bool) -> 
         return None
     decisions = Decisions()
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, recompute = create_selective_checkpoint_contexts(decisions.policy(mode == "selective"))
-        if compiled:
-            return forward, recompute
+    def plain() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return create_selective_checkpoint_contexts(decisions.policy(mode == "selective"))
+
+    def marked() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, recompute = plain()
         return _marked(_CHECKPOINTED, forward), _marked(_RECOMPUTED, recompute)
 
     for block in blocks:
-        block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        for part in _parts(block):
+            contexts = plain if compiled and part != EAGER else marked
+            of_block = functools.partial(
+                checkpoint, getattr(block, part), use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
+            setattr(block, part, of_block)
     return decisions
 
 
@@ -484,5 +505,8 @@ def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:
         return None
     compiler = Compiler(backend)
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=compiler, fullgraph=True, dynamic=False)
+        for part in _parts(block):
+            if part != EAGER:
+                compiled = torch.compile(getattr(block, part), backend=compiler, fullgraph=True, dynamic=False)
+                setattr(block, part, compiled)
     return compiler

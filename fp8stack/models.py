@@ -452,9 +452,7 @@ class LatentBlock(nn.Module):
         x_BSD, normed_BSD, rows_RD, *choice = self.until_experts(x_BSD, table)
         return self.after_experts(x_BSD, normed_BSD, self.through_experts(rows_RD, choice[-1]), *choice)
 
-    def until_experts(
-        self, x_BSD: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def until_experts(self, x_BSD: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The residual stream and its norm, rows in the order of experts, weights, and the order's three tensors."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table)
         normed_BSD = self.ffn_norm(x_BSD)

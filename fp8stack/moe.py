@@ -535,11 +535,15 @@ class GroupedExperts(Convertible):
         w1, w2, w3 = (_held(weight).to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
         if self.plan is None:
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
-            (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
+            (y_RD,) = high_precision_grouped_mm(self.middle(gate_RF, up_RF), (w2,), offs_E)
         else:
             gate_RF, up_RF = fp8_grouped_mm(rows_RD, (w1, w3), offs_E, self.plan)
-            (y_RD,) = fp8_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E, self.plan)
+            (y_RD,) = fp8_grouped_mm(self.middle(gate_RF, up_RF), (w2,), offs_E, self.plan)
         return y_RD.to(dtype)
+
+    def middle(self, gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
+        """What is between the products: a method, so that it can be a graph where nothing around it is."""
+        return swiglu(gate_RF, up_RF)
 
     def runs(self) -> str | None:
         """The name of the recipe that it runs; see Convertible."""

@@ -40,6 +40,12 @@ did not see, or an op that looks like one and is not in `GEMMS`, is an error.
 **Compile.** Each block's forward, as one graph (fullgraph, static shapes). `Compiler.graphs` counts what was compiled;
 a graph beyond the first step's is a recompile. Inductor gets `inductor.options()`, without which its gradients can be
 wrong, silently; whoever compiles by himself passes them too.
+
+Where experts are on other ranks a block is no one graph: how many rows arrive is read on the host, and FSDP2 gathers
+the experts in the middle. So it is cut in three (`cut_blocks`): two graphs, until rows leave and from when they are
+back, and between them the exchange and the experts as they are, but for the plain operators between their products,
+which are a graph that takes any number of rows. Each third is checkpointed by itself; what passes between them is kept,
+and `selective` counts linear GEMMs from one in each.
 """
 
 from __future__ import annotations
@@ -509,4 +515,7 @@ def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:
             if part != EAGER:
                 compiled = torch.compile(getattr(block, part), backend=compiler, fullgraph=True, dynamic=False)
                 setattr(block, part, compiled)
+            else:  # of its plain operators what is worth it; how many rows there are differs from step to step
+                experts = block.moe.experts
+                experts.middle = torch.compile(experts.middle, backend=compiler, fullgraph=True, dynamic=True)
     return compiler

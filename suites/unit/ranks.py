@@ -290,6 +290,18 @@ def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
     return [(answer.collectives, answer.memory, answer.moments, answer.recomputed) for answer in answers]
 
 
+def compiled_experts(rank: int, config: Any) -> Any:
+    """As judged_curve, of an aot_eager run and its graphs, recompiles and products recomputed; and of a plain run."""
+    from fp8stack.train import Trainer, run
+
+    trainer = Trainer(dataclasses.replace(config, compile="aot_eager"))
+    again: list[int] = []
+    result = trainer.run(lambda record: again.append(trainer.measured["recompiles"]))
+    plain = run(config)
+    found = [[dataclasses.astuple(r) for r in one.steps] for one in (result, plain)]
+    return found, result.digests == plain.digests, trainer.compiler.graphs, again, trainer.gemms.recomputed
+
+
 def judged_curve(rank: int, config: Any) -> Any:
     """The losses, gradient norms and digests of a run on these ranks, as the loss suite compares them."""
     from fp8stack.train import run

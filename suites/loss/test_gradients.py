@@ -10,7 +10,7 @@ the vectors, agree to 1.1e-7. In bf16, what the trainer runs, two things are add
 half of a gradient where one rank rounds the whole: on a CPU norms of the weights of norms, which have 64 elements, are
 up to 1.4e-3 apart, all others up to 4e-4, the routers' 3.4e-4. And where a product of half as many rows takes other
 tiles, as on a GPU, a token near a tie chooses another expert, and the gradients of router and experts have another
-token in them. So there the norms are held to what no missing sum and no wrong factor (of 2, for two ranks) stays within.
+token in them. So there the norms are held to what no missing sum and no wrong factor (of 2, with two ranks) stays in.
 """
 
 from __future__ import annotations

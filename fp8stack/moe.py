@@ -893,6 +893,8 @@ def exchanged_experts(
     )
     y_RD = experts(dispatch(arrived, order), order.offs_E)
     returned = _Exchange.apply(_Reorder.apply(y_RD, order.inverse_R, order.order_R), received, sent, group)
+    if used == len(rows_RD):  # with nothing to add, cat would copy it all
+        return returned
     return torch.cat([returned, returned.new_zeros(len(rows_RD) - used, returned.shape[1])])
 
 

@@ -39,8 +39,8 @@ def configurations(device: str) -> list[TrainConfig]:
 @pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cpu", id="two-ranks-of-a-cpu", marks=pytest.mark.requires("vendor:cpu")),
-        pytest.param("cuda", id="two-gpus", marks=pytest.mark.requires(gpus=2)),
+        pytest.param("cpu", id="2-ranks-of-a-cpu", marks=pytest.mark.requires("vendor:cpu")),
+        pytest.param("cuda", id="2-gpus", marks=pytest.mark.requires(gpus=2)),
     ],
 )
 def test_gradients(device: str, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:

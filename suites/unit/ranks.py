@@ -71,6 +71,9 @@ def _rank(rank: int, ranks: int, port: int, answers: Any, body: Callable[..., An
         answers.put((rank, True, body(rank, *arguments)))
     except BaseException:
         answers.put((rank, False, traceback.format_exc()))
+    else:
+        if torch.cuda.is_initialized() and torch.distributed.is_initialized():  # NCCL complains of an exit without
+            torch.distributed.destroy_process_group()
 
 
 def hashes(model: Any) -> dict[str, float]:

@@ -174,6 +174,8 @@ class Trainer:
             if config.code_counts:
                 self.counters = count_codes(self.model, self.device)
         compiled = config.compile != "none"
+        if compiled and config.expert_parallel > 1:
+            parallel.cut_blocks(self.model.layers)
         self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
         self._summed_loss = parallel.compile_loss(summed_loss, self.compiler)

@@ -2,8 +2,8 @@
 
 Both folders are judged by their own files, and then compared from the outside in, since what comes first explains what
 comes after: the conditions (platform, commit, versions, device), the tests (which executed, vanished, are new, changed
-their verdict), and the numbers: what tests reported, loss curves step by step, machine code fact by fact. Times are
-left out: they differ in any two runs.
+their verdict), and the numbers: what tests reported, loss curves step by step, machine code fact by fact, speed rows
+beside their references. Times of tests are left out: they differ in any two runs.
 
 Not here: whether a difference is too large (bands.py, machinecode.py, gate.py).
 """
@@ -23,6 +23,9 @@ from harness.result import Judgement, Result
 
 SHOWN = 30
 """Lines of one kind that the text shows; the JSON has all."""
+
+SPEED_MOVED = 0.01
+"""Relative change of a time below which two runs are level."""
 
 #: Keys of run.json that are conditions; everything else there is another in any two runs.
 CONDITIONS = ("platform", "arch", "target", "commit", "dirty", "suites", "case", "pytest_args", "policy", "versions")
@@ -67,6 +70,7 @@ class Difference:
     numbers: tuple[str, ...]
     curves: tuple[str, ...]
     facts: tuple[str, ...]
+    speeds: tuple[str, ...]
 
     @property
     def counts(self) -> str:
@@ -89,6 +93,7 @@ class Difference:
             "Numbers that tests reported": self.numbers,
             "Loss curves": self.curves,
             "Machine code": self.facts,
+            "Speed": self.speeds,
         }
 
     @property
@@ -125,6 +130,7 @@ def between(before: Path, after: Path) -> Difference:
         tuple(_numbers([(old[test_id], new[test_id]) for test_id in both])),
         tuple(line for test_id in both for line in _curves(first, second, old[test_id], new[test_id])),
         tuple(line for test_id in both for line in _facts(first, second, old[test_id], new[test_id])),
+        tuple(_speeds([(old[test_id], new[test_id]) for test_id in both])),
     )
 
 
@@ -188,6 +194,27 @@ def _curves(first: Side, second: Side, old: Result, new: Result) -> Iterator[str
         worst = max(moved, key=lambda step: math.inf if math.isnan(differences[step]) else differences[step])
         told = f"first differs at step {moved[0]} by {differences[moved[0]]:.2e}"
         yield f"{new.id}: {metric} {told}, most at step {worst} by {differences[worst]:.2e}, of {len(steps)} steps"
+
+
+def _speeds(pairs: Sequence[tuple[Result, Result]]) -> Iterator[str]:
+    """Rows whose time moved by more than 1 %, the largest change first, beside their ratio to the reference."""
+    found: list[tuple[float, str]] = []
+    for old, new in pairs:
+        was, now = old.baseline or {}, new.baseline or {}
+        if (
+            was.get("kind") != "perf"
+            or now.get("kind") != "perf"
+            or not (was.get("median_ns") and now.get("median_ns"))
+        ):
+            continue
+        change = now["median_ns"] / was["median_ns"] - 1
+        told = f"{new.id}: {was['median_ns'] / 1e3:.1f} -> {now['median_ns'] / 1e3:.1f} us ({100 * change:+.1f} %)"
+        if was.get("ratio") and now.get("ratio"):
+            against = 100 * (now["ratio"] / was["ratio"] - 1)
+            told += f", by the reference of each run {against:+.1f} %"
+        if abs(change) > SPEED_MOVED:
+            found.append((abs(change), told))
+    yield from (told for _, told in sorted(found, key=lambda entry: (-entry[0], entry[1])))
 
 
 def _facts(first: Side, second: Side, old: Result, new: Result) -> Iterator[str]:

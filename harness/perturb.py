@@ -75,6 +75,22 @@ class Copy:
             change(content)
             path.write_text(json.dumps(content), encoding="utf-8")
 
+    def row(self, kind: str, change: Callable[[dict[str, Any], float], None]) -> None:
+        """Change the samples of the first good speed row of a kind that was compared with recorded runs.
+
+        `change` gets the content and the row's limit.
+        """
+        by_id = {result.id: result for result in gate.judge(self.folder).results}
+        for test_id in self.measured("samples_file"):
+            result = by_id[test_id]
+            path = gate.file_of(self.folder, result, "samples_file")
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if result.verdict is Verdict.PASS and content.get("kind", "time") == kind:
+                change(content, float((result.baseline or {}).get("limit") or 0.0))
+                path.write_text(json.dumps(content), encoding="utf-8")
+                return
+        raise Nothing
+
     def steps(self, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
         """Change the steps of a curve."""
         self.file("loss_file", lambda content: content.update(steps=change(content["steps"])))
@@ -82,7 +98,7 @@ class Copy:
     def first_test(self) -> str:
         """Some test that passed and measured nothing."""
         for result in gate.judge(self.folder).results:
-            if result.verdict is Verdict.PASS and not {"loss_file", "isa_file"} & set(result.properties):
+            if result.verdict is Verdict.PASS and not gate.MEASURED & set(result.properties):
                 return result.id
         raise Nothing
 
@@ -130,6 +146,35 @@ def _fact(name: str, worse: Callable[[Any], Any]) -> Callable[[Copy], None]:
     return lambda copy: copy.file(
         "isa_file", lambda content: content["facts"].update({name: worse(content["facts"][name])})
     )
+
+
+def _slower(content: dict[str, Any], limit: float) -> None:
+    """Every launch by 10 % beyond the limit, and a second stage that shows the same."""
+    first = [one for one in content["launches"] if one.get("stage", 1) == 1]
+    for one in first:
+        if one.get("side", "candidate") == "candidate":
+            one["candidate"] = [value * 1.1 * (1 + limit) for value in one["candidate"]]
+    content["launches"] = [*first, *({**one, "stage": 2} for one in first)]
+
+
+def _sample(value: float) -> Callable[[Copy], None]:
+    """One sample of a row becomes another value."""
+    return lambda copy: copy.row(
+        "time", lambda content, limit: content["launches"][0]["candidate"].__setitem__(0, value)
+    )
+
+
+def _waiting(content: dict[str, Any], limit: float) -> None:
+    for one in content["launches"]:
+        one["counts"]["synchronisations"] = one["counts"].get("synchronisations", 0) + 1
+
+
+def _two_launches(content: dict[str, Any], limit: float) -> None:
+    content["launches"] = [one for one in content["launches"] if one["number"] < 3]
+
+
+def _constant_data(content: dict[str, Any], limit: float) -> None:
+    content["launches"][0]["input_spread"] = 0.0
 
 
 def _outcome(outcome: str) -> Callable[[Copy], None]:
@@ -195,7 +240,7 @@ def _without(chosen: str) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
 
 
 def _blind(copy: Copy) -> None:
-    chosen = next((copy.measured(key)[0] for key in ("loss_file", "isa_file") if _has(copy, key)), None)
+    chosen = next((copy.measured(key)[0] for key in ("loss_file", "isa_file", "samples_file") if _has(copy, key)), None)
     if chosen is None:
         raise Nothing
     copy.events(lambda found: {k: v for k, v in found.items() if k != "properties" or found.get("id") != chosen})
@@ -273,6 +318,15 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         _fact("widest_store_bytes", lambda value: 1)),
     Perturbation("more-registers", "+10 % vector registers", Verdict.REGRESSION, 1,
         _fact("vgprs", lambda value: math.ceil(value * 1.1) + 1)),
+    Perturbation("slower-row", "a speed row by 10 % beyond its limit", Verdict.REGRESSION, 1,
+        lambda copy: copy.row("time", _slower)),
+    Perturbation("nan-sample", "a time that is no number", Verdict.FAIL, 1, _sample(math.nan)),
+    Perturbation("zero-time", "a time of 0 ns", Verdict.IMPLAUSIBLE, 1, _sample(0.0)),
+    Perturbation("constant-data", "timed on zeros", Verdict.FAIL, 1, lambda copy: copy.row("time", _constant_data)),
+    Perturbation("two-launches", "a launch that is missing", Verdict.MISSING, 3,
+        lambda copy: copy.row("time", _two_launches)),
+    Perturbation("inserted-wait", "an op that waits for the device", Verdict.REGRESSION, 1,
+        lambda copy: copy.row("counts", _waiting)),
     Perturbation("swapped-platforms", "evidence under another platform's name", Verdict.DISAGREE, 3, _another_platform),
     Perturbation("empty-junit", "a report of zero bytes", Verdict.UNREADABLE, 3,
         lambda copy: (copy.folder / "junit.xml").write_bytes(b"")),

@@ -2,11 +2,14 @@
 
 Holds the device's lock, so that two launches never share it; takes the cases one after the other, and after each writes
 all that it has so far: a launch that dies keeps the rows before. One JSON object: {tree, commit, device, rows: {case:
-fields of harness.samples.Launch}, errors: {case: message}}.
+fields of harness.samples.Launch}, errors: {case: message}, waited: seconds
+until the device was free}.
 
     --kind time      blocks of probe, reference, candidate, candidate, reference, probe (timing.interleaved)
     --kind counts    kernels that a call launches and host synchronisations that it makes, warm, as the profiler saw
     --kind compile   seconds from an empty cache to the first result; a child process a case, with caches of its own
+    --prepare        time nothing: call everything once, for what that leaves in the caches of Triton and Inductor; no
+                     lock, and `--jobs` processes at once
 
 What is measured is the fp8stack that Python finds, and `tree` says where: for the base of a comparison the caller puts
 its folder first. The measuring code is that of one tree for both sides.
@@ -17,10 +20,12 @@ Exit codes: 0 written (also with errors in it), 2 usage, 4 no GPU.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import fcntl
 import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -28,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +40,10 @@ import torch
 
 import fp8stack
 from fp8stack import device
-from suites.perf import rows, timing
+from suites.perf import clocks, rows, timing
 
-BLOCKS = 10
 COMPILE_DEADLINE = 600.0
 TIMER_NS = 500.0  # of device events: both vendors' documentation says half a microsecond
-CLOCKS = "clocks.sm,clocks.mem,clocks_event_reasons.hw_slowdown,clocks_event_reasons.sw_thermal_slowdown"
 
 
 @contextmanager
@@ -53,51 +55,30 @@ def device_lock(name: str) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """What the device says of its clocks; empty where nothing can be asked."""
-
-    values: dict[str, float | str]
-    throttled: bool
-
-    @staticmethod
-    def now() -> Clocks:
-        if torch.version.hip is not None or not torch.cuda.is_available():
-            return Clocks({}, False)
-        command = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits"]
-        command.append(f"--id={torch.cuda.current_device()}")
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return Clocks({}, False)
-        parts = [part.strip() for part in done.stdout.strip().split(",")]
-        if done.returncode or len(parts) != 4:
-            return Clocks({}, False)
-        core, memory, *reasons = parts
-        values: dict[str, float | str] = {"sm_mhz": float(core), "mem_mhz": float(memory)}
-        return Clocks(values, any(reason == "Active" for reason in reasons))
-
-
-def timed(row: rows.Row, where: torch.device) -> dict[str, Any]:
-    """One row's samples."""
+def timed(row: rows.Row, where: torch.device, warm_up: float = timing.WARM_UP_SECONDS) -> dict[str, Any]:
+    """One row's samples, after so many seconds of busy warm-up."""
     torch._dynamo.reset()
     made = row.make(where)
     probe, _ = rows.probe(row.probe, where)
-    before = Clocks.now()
-    found = timing.interleaved(made.candidate, made.reference, probe, BLOCKS)
-    after = Clocks.now()
-    clocks = {f"{name}_{when}": value for when, one in (("before", before), ("after", after))
-              for name, value in one.values.items()}  # fmt: skip
-    hot = before.throttled and after.throttled
+    watch = clocks.Watch.of(where)
+    before = watch.read()
+    held: list[bool] = []
+
+    def after_block() -> None:
+        held.append(watch.held_down())
+
+    found = timing.interleaved(made.candidate, made.reference, probe, row.blocks, warm_up, after_block)
+    after = watch.read()
     return {
         "candidate": list(found["candidate"].ns),
         "reference": list(found["reference"].ns),
         "probe": list(found["probe"].ns),
-        "throttled": [hot] * BLOCKS if before.values else [],
-        "clocks": clocks,
+        "throttled": held if watch.known else [],
+        "clocks": {f"{name}_{when}": value for when, one in (("before", before), ("after", after))
+                   for name, value in one.items()},
         "calls": timing.calls_of(made.candidate),
         "input_spread": made.input_spread,
-    }
+    }  # fmt: skip
 
 
 def counted(row: rows.Row, where: torch.device) -> dict[str, Any]:
@@ -149,6 +130,11 @@ def counts_of(events: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {"kernels": sum(one.get("cat") == "kernel" for one in events), "synchronisations": len(waits)}
 
 
+def compile_jobs() -> int:
+    """Children that compile side by side: each has a core, and a quarter of them is left to the machine."""
+    return max(1, len(os.sched_getaffinity(0)) // 4)
+
+
 def compiled(row: rows.Row) -> dict[str, Any]:
     """Seconds of the first call with empty caches, in a child process."""
     with tempfile.TemporaryDirectory(prefix="fp8ci-cache-") as folder:
@@ -172,14 +158,64 @@ def first_call(row: rows.Row, where: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure(row: rows.Row, kind: str, where: torch.device) -> dict[str, Any]:
-    """The fields of one row's launch."""
+def measure(row: rows.Row, kind: str, where: torch.device, first: bool) -> dict[str, Any]:
+    """The fields of one row's launch. The first row of a process warms the device up for longer."""
     if kind == "compile":
         return compiled(row)
-    found = timed(row, where) if kind == "time" else counted(row, where)
+    if kind == "time":
+        found = timed(row, where, timing.WARM_UP_SECONDS if first else timing.warm_up_again())
+    else:
+        found = counted(row, where)
     gc.collect()
     torch.cuda.empty_cache()
     return found
+
+
+def prepare(case: str) -> str:
+    """In a process of its own: call candidate, reference and probe of a row once; what went wrong, or nothing."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    try:
+        made = rows.by_case(device.detect(where).arch.e4m3)[case].make(where)
+        for one in (made.candidate, made.reference):
+            if one is not None:
+                one.calls[0]()
+        torch.cuda.synchronize(where)
+    except Exception as error:  # the launch that times it meets it again, and reports it
+        return f"{case}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        made = one = None  # type: ignore[assignment]
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return ""
+
+
+def prepare_all(cases: Sequence[str], jobs: int) -> None:
+    """Compile rows in `jobs` processes side by side, and say on stderr what could not be."""
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for problem in pool.map(prepare, cases):
+            if problem:
+                print(problem, file=sys.stderr, flush=True)
+
+
+def taken(row: rows.Row, kind: str, where: torch.device, first: bool = False) -> dict[str, Any] | str:
+    """A row's launch, or what went wrong: the other rows go on, and this one is red."""
+    begun, started = time.perf_counter(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    try:
+        fields = measure(row, kind, where, first)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    seconds = time.perf_counter() - begun
+    print(f"{row.case} {kind} {seconds:.2f} s", file=sys.stderr, flush=True)
+    return {**fields, "started": started, "seconds": seconds, "device": torch.cuda.get_device_name(where)}
+
+
+def keep(document: dict[str, Any], case: str, told: dict[str, Any] | str, out: Path) -> None:
+    """Put a row into the document, and the document into its file."""
+    document["errors" if isinstance(told, str) else "rows"][case] = told
+    temporary = out.with_suffix(".part")
+    temporary.write_text(json.dumps(document), encoding="utf-8")
+    temporary.replace(out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--kind", choices=("time", "counts", "compile"), default="time")
     parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--prepare", action="store_true", help="compile only, for the launches that follow")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that --prepare (default: 1)")
     parser.add_argument("--first-call", metavar="CASE", help="print the seconds of its first call, and stop")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -196,12 +234,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = rows.by_case(device.detect(where).arch.e4m3)
     asked = [options.first_call] if options.first_call else options.cases
     unknown = [case for case in asked if case not in known]
-    if unknown or not asked or (options.out is None and not options.first_call):
+    if unknown or not asked or (options.out is None and not (options.first_call or options.prepare)):
         told = f"there is no row {unknown[0]!r}" if unknown else "no CASE or no --out was given"
         print(f"launch: {told}; expected case ids of the perf suite and a file; correct them", file=sys.stderr)
         return 2
     if options.first_call:
         print(first_call(known[options.first_call], where))
+        return 0
+    if options.prepare:
+        prepare_all(asked, max(1, options.jobs))
         return 0
     name = torch.cuda.get_device_properties(where)
     document: dict[str, Any] = {
@@ -210,20 +251,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "resolution_ns": TIMER_NS,
         "rows": {},
         "errors": {},
+        "waited": 0.0,
     }
+    waiting = time.perf_counter()
     with device_lock(str(getattr(name, "uuid", where.index))):
-        for case in asked:
-            begun, started = time.perf_counter(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            try:
-                fields = measure(known[case], options.kind, where)
-                document["rows"][case] = {
-                    **fields, "started": started, "seconds": time.perf_counter() - begun, "device": name.name,
-                }  # fmt: skip
-            except Exception as error:  # the other rows go on; this one is red
-                document["errors"][case] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            temporary = options.out.with_suffix(".part")
-            temporary.write_text(json.dumps(document), encoding="utf-8")
-            temporary.replace(options.out)
+        document["waited"] = time.perf_counter() - waiting
+        if options.kind == "compile":
+            with concurrent.futures.ThreadPoolExecutor(compile_jobs()) as pool:
+                for case, told in zip(
+                    asked, pool.map(lambda one: taken(known[one], "compile", where), asked), strict=True
+                ):
+                    keep(document, case, told, options.out)
+        else:
+            for number, case in enumerate(asked):
+                keep(document, case, taken(known[case], options.kind, where, number == 0), options.out)
     return 0
 
 

@@ -4,6 +4,7 @@
     gemm         our grouped product; reference: torch's bf16 one; probe: a dense FP8 GEMM
     linear       a compiled dense layer, forward and backward; reference: bf16; probe: a dense bf16 GEMM
     layer        a compiled MoE layer, the same
+    trainer      a step of fp8stack.train on one GPU; reference: the same in bf16; probe: a dense bf16 GEMM
 
 A row is (op, case, format, arch) and its case id names the test, the file of samples and the baseline row. `make` does
 all that takes memory, so that a launch holds one row at a time. Counts and compile time are rows of one kernel shape an
@@ -22,8 +23,13 @@ from typing import Any
 import torch
 
 from fp8stack import device, formats
+from harness.samples import Kind, Launch, Samples
 from suites.perf import grouped_gemm, kernels, moe, timing
 
+BLOCKS = 10
+TRAINER_BLOCKS = 6
+# Two trainers side by side: an eighth of the layers of Llama 8B and its embeddings take 31 GB each, and activations.
+TRAINERS = tuple(("llama3-8b", 4, recipe, 8192) for recipe in ("rowwise_with_gw_hp", "rowwise", "tensorwise"))
 PROBE_SIZE = 8192  # of a dense GEMM: 1.1 TFLOP, long past its launch
 
 
@@ -48,6 +54,7 @@ class Row:
     reference: str
     config: Mapping[str, Any]
     make: Callable[[torch.device], Made] = field(compare=False)
+    blocks: int = BLOCKS
 
 
 def spread(x: torch.Tensor) -> float:
@@ -71,6 +78,27 @@ def probe(name: str, where: torch.device) -> tuple[timing.Candidate, int]:
     one = torch.ones((), device=where)
     call = functools.partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     return timing.Candidate("fp8", [call], 2 * PROBE_SIZE**2), work
+
+
+def samples(row: Row, kind: Kind, launches: Sequence[Launch], resolution_ns: float) -> Samples:
+    """What a row leaves in the evidence."""
+    timed = kind == "time"
+    work = {"": 0, "copy": 2 * timing.COPY_BYTES}.get(row.probe, 2 * PROBE_SIZE**3)
+    return Samples(
+        kind=kind,
+        case=row.case,
+        op=row.op,
+        format=row.format,
+        arch=device.detect().arch.name,
+        config=dict(row.config),
+        work=row.work if timed else 0,
+        probe=row.probe if timed else "",  # type: ignore[arg-type]
+        probe_work=work if timed else 0,
+        reference=row.reference if timed else "",
+        resolution_ns=resolution_ns,
+        most={"synchronisations": 0} if kind == "counts" else {},
+        launches=list(launches),
+    )
 
 
 def of_kernel(row: kernels.Row, fmt: str) -> Row:
@@ -141,8 +169,30 @@ def of_layer(name: str, fmt: str) -> Row:
     return Row(f"moe-{name}-rowwise-{fmt}", "moe", fmt, "bf16", 0, "the layer in bf16", config, make)
 
 
+def of_trainer(model: str, layers: int, recipe: str, seq: int, fmt: str) -> Row:
+    """A whole training step. It reads its loss, so it cannot be captured, and it is long: fewer blocks."""
+
+    def make(where: torch.device) -> Made:
+        from suites.perf import trainer  # which is nobody else's concern here
+
+        sides = {
+            name: timing.Candidate(name, [trainer.Stepped(trainer.row_config(model, layers, its, seq))], 0, False)
+            for name, its in (("candidate", recipe), ("reference", "bf16"))
+        }
+        return Made(sides["candidate"], sides["reference"], None)
+
+    config = {"model": model, "layers": layers, "recipe": recipe, "batch": 1, "seq": seq}
+    case = f"trainer-{model}-l{layers}-{recipe}-{fmt}"
+    return Row(case, "trainer", fmt, "bf16", 0, "the trainer in bf16", config, make, TRAINER_BLOCKS)
+
+
+def trainers(fmt: str) -> Sequence[Row]:
+    """End to end: rows of their own test, since one takes as long as many of the others."""
+    return tuple(of_trainer(*one, fmt) for one in TRAINERS)
+
+
 def rows(fmt: str) -> Sequence[Row]:
-    """All rows of a format, in the order in which they are timed."""
+    """All rows of a format but the trainers, in the order in which they are timed."""
     return (
         *(of_kernel(row, fmt) for row in kernels.ROWS),
         *(of_gemm(shape, gemm, fmt) for shape in grouped_gemm.SHAPES for gemm in grouped_gemm.GEMMS),
@@ -161,4 +211,4 @@ def first_of_each_op(fmt: str) -> Sequence[Row]:
 
 def by_case(fmt: str) -> Mapping[str, Row]:
     """The same, by case id."""
-    return {row.case: row for row in rows(fmt)}
+    return {row.case: row for row in (*rows(fmt), *trainers(fmt))}

@@ -439,7 +439,7 @@ SPACES: dict[str, Space] = {
 }
 
 
-def _differs(
+def differs(
     space: Space, inputs: kernels.Inputs, expected: kernels.Inputs, fmt: formats.Format, config: Config
 ) -> bool:
     """Whether a launch with the configuration gives other bits than the reference did."""
@@ -452,11 +452,11 @@ def _differs(
     )
 
 
-def _compile(op: str, shape: Shape, fmt: str, configs: Sequence[Config]) -> None:
+def compile_configs(op: str, shape: Shape, fmt: str, configs: Sequence[Config]) -> None:
     """In a process of its own: launch each configuration once, for what that leaves in Triton's cache."""
     where = torch.device("cuda", torch.cuda.current_device())
     space = SPACES[op]
-    inputs = space.sample(_inputs(op, shape, where, 1)[0])
+    inputs = space.sample(inputs_of(op, shape, where, 1)[0])
     target = device.detect(where).target.name
     for config in configs:
         try:
@@ -466,7 +466,8 @@ def _compile(op: str, shape: Shape, fmt: str, configs: Sequence[Config]) -> None
             print(f"{op} {config}: {type(error).__name__}", file=sys.stderr)
 
 
-def _inputs(op: str, shape: Shape, where: torch.device, count: int) -> list[kernels.Inputs]:
+def inputs_of(op: str, shape: Shape, where: torch.device, count: int) -> list[kernels.Inputs]:
+    """`count` sets of seeded bf16 inputs."""
     generator = torch.Generator(device=where).manual_seed(kernels.SEED)
     row = kernels.Row(op, shape, torch.bfloat16, None, None)
     return [kernels.OPS[op].inputs(row, generator) for _ in range(count)]
@@ -516,8 +517,12 @@ def sweep_shape(
     target = found.target.name
     if jobs > 1:
         with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_compile, *zip(*((op, shape, fmt.name, every[n::jobs]) for n in range(jobs)), strict=True)))
-    inputs = _inputs(op, shape, where, timing.rotations(moved))
+            list(
+                pool.map(
+                    compile_configs, *zip(*((op, shape, fmt.name, every[n::jobs]) for n in range(jobs)), strict=True)
+                )
+            )
+    inputs = inputs_of(op, shape, where, timing.rotations(moved))
     sample = space.sample(inputs[0])
     expected = space.reference(sample, fmt)
     copy = timing.copy_probe(where)
@@ -525,7 +530,7 @@ def sweep_shape(
     for config in every:
         name = _name(config)
         try:
-            wrong = _differs(space, sample, expected, fmt, config)
+            wrong = differs(space, sample, expected, fmt, config)
         except RuntimeError as error:
             print(f"{op} {name} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
             continue

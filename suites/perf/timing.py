@@ -24,6 +24,7 @@ import torch
 ROTATE_BYTES = 768 << 20  # over twice the 256 MiB Infinity Cache of gfx942/gfx950, 12 times the L2 of an H200
 COPY_BYTES = 1 << 30  # read once and written once: long past launch overhead, eight times the largest cache
 WARM_UP_SECONDS = 1.0  # AMD's clocks ramp for 400 ms
+WARM_UP_AGAIN = 0.2  # of a later row of a process, on NVIDIA: its clocks ramp within milliseconds
 TARGET_BLOCK_NS = 2_000_000
 
 
@@ -68,6 +69,11 @@ def copy_probe(device: torch.device) -> Candidate:
     return Candidate("copy", [lambda: target.copy_(source)], 2 * COPY_BYTES, captured=False)
 
 
+def captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], int]:
+    """A block of equivalent calls, compiled and captured now, and how many calls it holds."""
+    return _block(Candidate("captured", calls, 0))
+
+
 def _block(candidate: Candidate) -> tuple[Callable[[], object], int]:
     """Warm the candidate up, then make a block: whole rotations, enough of them to time. Returns it and its calls."""
     side = torch.cuda.Stream()
@@ -103,7 +109,15 @@ def measure(candidates: Sequence[Candidate], rounds: int = 30) -> dict[str, Time
 
     Raises RuntimeError where an interval came out as zero or negative: such a clock can prove nothing.
     """
-    blocks = {c.name: _block(c) for c in candidates}
+    return _in_turns({c.name: _block(c) for c in candidates}, rounds)
+
+
+def replayed(blocks: dict[str, tuple[Callable[[], object], int]], rounds: int = 30) -> dict[str, float]:
+    """Median ns a call of blocks that were captured before, in turns."""
+    return {name: timed.median_ns for name, timed in _in_turns(blocks, rounds).items()}
+
+
+def _in_turns(blocks: dict[str, tuple[Callable[[], object], int]], rounds: int) -> dict[str, Timed]:
     _busy([block for block, _ in blocks.values()])
     samples: dict[str, list[float]] = {name: [] for name in blocks}
     for turn in range(rounds):
@@ -122,15 +136,28 @@ def measure(candidates: Sequence[Candidate], rounds: int = 30) -> dict[str, Time
     return {name: Timed(name, tuple(values)) for name, values in samples.items()}
 
 
-def interleaved(candidate: Candidate, reference: Candidate | None, probe: Candidate, blocks: int) -> dict[str, Timed]:
+def warm_up_again() -> float:
+    """Seconds of busy warm-up of a row that is not the first of its process."""
+    return WARM_UP_SECONDS if torch.version.hip is not None else WARM_UP_AGAIN
+
+
+def interleaved(
+    candidate: Candidate,
+    reference: Candidate | None,
+    probe: Candidate,
+    blocks: int,
+    warm_up: float = WARM_UP_SECONDS,
+    after_block: Callable[[], None] = lambda: None,
+) -> dict[str, Timed]:
     """Samples of a speed row: `blocks` times probe, reference, candidate, candidate, reference, probe.
 
     Two samples a block and role, in the order measured; without a reference, its list is empty. The mirror image takes
-    out what drifts linearly within a block. RuntimeError as `measure`.
+    out what drifts linearly within a block. `after_block` is called once a block, while it runs. RuntimeError as
+    `measure`.
     """
     roles = {"probe": probe, **({"reference": reference} if reference is not None else {}), "candidate": candidate}
     made = {name: _block(one) for name, one in roles.items()}
-    _busy([block for block, _ in made.values()])
+    _busy([block for block, _ in made.values()], warm_up)
     samples: dict[str, list[float]] = {"probe": [], "reference": [], "candidate": []}
     for _ in range(blocks):
         events = []
@@ -141,13 +168,14 @@ def interleaved(candidate: Candidate, reference: Candidate | None, probe: Candid
             block()
             last.record()
             events.append((name, first, last, calls))
+        after_block()  # while the device still runs it: a clock that is asked at rest says nothing
         torch.cuda.synchronize()
         for name, first, last, calls in events:
             samples[name].append(_sample_ns(name, first, last, calls))
     return {name: Timed(name, tuple(values)) for name, values in samples.items()}
 
 
-def _busy(blocks: Sequence[Callable[[], object]]) -> None:
+def _busy(blocks: Sequence[Callable[[], object]], seconds: float = WARM_UP_SECONDS) -> None:
     """Run blocks in turns until the clocks have ramped."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -156,7 +184,7 @@ def _busy(blocks: Sequence[Callable[[], object]]) -> None:
             block()
         end.record()
         end.synchronize()
-        if start.elapsed_time(end) > 1e3 * WARM_UP_SECONDS:
+        if start.elapsed_time(end) > 1e3 * seconds:
             break
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness import cli, differences
+from harness.errors import Verdict
+from harness.result import Result
 from suites.unit.built_evidence import CODEGEN_TEST, LOSS_TEST, NUMERICS_TEST, Built, facts, good, isa_file, loss_file
 
 GONE = "numerics/test_formats::test_golden[gone]"
@@ -130,3 +132,22 @@ def test_what_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """One line, exit 2."""
     assert cli.main(["diff", str(good(tmp_path / "a").write()), str(tmp_path)]) == 2
     assert "is no evidence" in capsys.readouterr().err
+
+
+def test_speed() -> None:
+    """A row that moved, beside what its reference did; one that did not is left out, and so is one without a time."""
+
+    def row(name: str, ns: float | None, ratio: float | None) -> Result:
+        told = {"kind": "perf", "median_ns": ns, "ratio": ratio}
+        return Result(id=f"perf/test_speed::test_time[{name}]", suite="perf", verdict=Verdict.PASS, baseline=told)
+
+    pairs = [
+        (row("a", 200e3, 0.5), row("a", 220e3, 0.5)),
+        (row("b", 200e3, 0.5), row("b", 100e3, 0.25)),
+        (row("c", 200e3, 0.5), row("c", 201e3, 0.5)),
+        (row("d", 200e3, 0.5), row("d", None, None)),
+    ]
+    assert list(differences._speeds(pairs)) == [
+        "perf/test_speed::test_time[b]: 200.0 -> 100.0 us (-50.0 %), by the reference of each run -50.0 %",
+        "perf/test_speed::test_time[a]: 200.0 -> 220.0 us (+10.0 %), by the reference of each run +0.0 %",
+    ]

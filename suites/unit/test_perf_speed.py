@@ -17,7 +17,7 @@ import torch
 
 from fp8stack.moe import Routing
 from harness.samples import Launch, PerfRun
-from suites.perf import kernels, launch, moe, rows, test_speed, timing
+from suites.perf import clocks, kernels, launch, moe, processes, rows, test_speed, timing
 from suites.unit import built_samples as built
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,9 +27,17 @@ ROW = test_speed.ROWS[0]
 def test_rows_are_named_once() -> None:
     """Every kernel, grouped product, linear and MoE layer has a row; ids are unique, ASCII and of the format."""
     for fmt in ("e4m3fn", "e4m3fnuz"):
-        table = rows.rows(fmt)
+        table = [*rows.rows(fmt), *rows.trainers(fmt)]
         assert len(rows.by_case(fmt)) == len(table)
-        assert {row.op for row in table} > {"rowwise", "colwise", "experts", "grouped_gemm", "linear", "moe"}
+        assert {row.op for row in table} > {
+            "rowwise",
+            "colwise",
+            "experts",
+            "grouped_gemm",
+            "linear",
+            "moe",
+            "trainer",
+        } - {"rowwise"}
         assert all(row.case.isascii() and f"-{fmt}" in row.case and len(row.case) <= 80 for row in table)
         assert {row.case for row in rows.first_of_each_op(fmt)} <= rows.by_case(fmt).keys()
 
@@ -40,7 +48,13 @@ class Fake:
     def __init__(self, *slower: float) -> None:
         self.slower = slower or (1.0,)
         self.calls: list[tuple[str, tuple[str, ...], str | None]] = []
+        self.prepared: list[str | None] = []
         self.machine = built.Machine(random.Random(4))
+
+    def prepare(self, cases: Sequence[str], tree: str | None) -> str:
+        assert not self.calls
+        self.prepared.append(tree)
+        return ""
 
     def __call__(self, kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
         mine = [call for call in self.calls if call[2] is None]
@@ -54,7 +68,7 @@ class Fake:
 
 
 def launched(fake: Fake, recorded: Sequence[PerfRun] = ()) -> test_speed.Launched:
-    return test_speed.Launched({"time": [ROW.case]}, lambda case: recorded, start=fake)
+    return test_speed.Launched({"time": [ROW.case]}, lambda case: recorded, prepare=fake.prepare, start=fake)
 
 
 def recorded() -> list[PerfRun]:
@@ -66,6 +80,7 @@ def test_three_launches_and_no_more() -> None:
     fake = Fake()
     found = launched(fake, recorded()).of("time", ROW)
     assert fake.calls == [("time", (ROW.case,), None)] * 3
+    assert fake.prepared == [None]
     assert [(one.number, one.stage) for one in found.of("candidate")] == [(1, 1), (2, 1), (3, 1)]
     assert found.resolution_ns == 500.0
 
@@ -84,6 +99,7 @@ def test_pairs_with_a_base_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(test_speed.AGAINST_VARIABLE, "/base")
     fake = Fake()
     found = launched(fake).of("time", ROW)
+    assert fake.prepared == [None, "/base"]
     assert [tree for _, _, tree in fake.calls] == [None, "/base", "/base", None, None, "/base"]
     assert len(found.of("base")) == len(found.of("candidate")) == 3
 
@@ -94,7 +110,7 @@ def test_a_row_that_was_not_measured_fails() -> None:
     def broken(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
         return {"rows": {}, "errors": dict.fromkeys(cases, "RuntimeError: out of it")}
 
-    made = test_speed.Launched({"time": [ROW.case]}, lambda case: (), start=broken)
+    made = test_speed.Launched({"time": [ROW.case]}, lambda case: (), prepare=lambda cases, tree: "", start=broken)
     with pytest.raises(AssertionError, match=r"was not measured: candidate, launch 3: RuntimeError: out of it"):
         made.of("time", ROW)
 
@@ -102,7 +118,7 @@ def test_a_row_that_was_not_measured_fails() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches for real on a GPU")
 def test_a_launch_without_a_gpu_says_so() -> None:
     """A real process that ends with exit 4: every row has its last line as the error."""
-    document = test_speed.launch_once("time", [ROW.case], None)
+    document = processes.launch_once("time", [ROW.case], None)
     assert document["errors"] == {
         ROW.case: "the launch ended with 4: no GPU is visible; speed is measured on one; run this on a GPU"
     }
@@ -117,7 +133,7 @@ def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
     code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(list(suites.perf.__path__)[0])"
 
     def found(tree: str | None) -> list[str]:
-        env = {**os.environ, "PYTHONPATH": test_speed.search_path(tmp_path, tree)}
+        env = {**os.environ, "PYTHONPATH": processes.search_path(tmp_path, tree)}
         done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
         return [str(Path(line).resolve()) for line in done.stdout.splitlines()]
 
@@ -127,13 +143,20 @@ def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
 
 
 def false_samples(
-    candidate: timing.Candidate, reference: timing.Candidate | None, probe: timing.Candidate, blocks: int
+    candidate: timing.Candidate,
+    reference: timing.Candidate | None,
+    probe: timing.Candidate,
+    blocks: int,
+    warm_up: float,
+    after_block: Callable[[], None],
 ) -> dict[str, timing.Timed]:
     """Calls everything once, and says a millisecond."""
     roles = {"candidate": candidate, "reference": reference, "probe": probe}
     for one in roles.values():
         for call in one.calls if one is not None else ():
             call()
+    for _ in range(blocks):
+        after_block()
     return {name: timing.Timed(name, (1e6,) * (2 * blocks) if one else ()) for name, one in roles.items()}
 
 
@@ -142,6 +165,7 @@ SMALL: dict[str, Callable[[], rows.Row]] = {
     "grouped-kernel": lambda: rows.of_kernel(kernels.Row("colwise", (64, 32, 2), torch.bfloat16, None, None), "e4m3fn"),
     "linear": lambda: rows.of_linear((64, 48), "rowwise_with_gw_hp", "e4m3fn"),
     "layer": lambda: rows.of_layer("dsv3", "e4m3fn"),
+    "trainer": lambda: rows.of_trainer("llama3-tiny", 1, "rowwise_with_gw_hp", 64, "e4m3fn"),
 }
 
 
@@ -156,10 +180,61 @@ def test_a_row_runs_small(make: Callable[[], rows.Row], monkeypatch: pytest.Monk
     monkeypatch.setattr(rows, "PROBE_SIZE", 32)
     monkeypatch.setattr(moe, "LAYERS", {"dsv3": size})
     monkeypatch.setattr(moe, "TOKENS", 32)
-    fields = launch.timed(make(), torch.device("cpu"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    row = make()
+    fields = launch.timed(row, torch.device("cpu"))
     one = msgspec.convert({**fields, "number": 1}, Launch)
-    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * launch.BLOCKS
+    assert len(one.candidate) == len(one.reference) == len(one.probe) == 2 * row.blocks
+    assert one.throttled == []  # a CPU says nothing of its clocks
     assert one.input_spread is None or one.input_spread == pytest.approx(1.0, abs=0.2)
+
+
+class Driver:
+    """NVIDIA's library as far as it is asked; `reasons`: the bits that it gives, one call after the other."""
+
+    def __init__(self, *reasons: int, broken: str = "") -> None:
+        self.reasons, self.broken, self.asked = list(reasons), broken, ""
+
+    def nvmlInit_v2(self) -> int:
+        return int(self.broken == "init")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        self.asked = uuid.decode()
+        return int(self.broken == "handle")
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int, value: Any) -> int:
+        value._obj.value = {clocks.SM: 1980, clocks.MEMORY: 3201}[kind]
+        return int(self.broken == "clocks")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, value: Any) -> int:
+        value._obj.value = self.reasons.pop(0) if len(self.reasons) > 1 else self.reasons[0]
+        return int(self.broken == "reasons")
+
+
+def test_clocks_are_asked_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heat and the hardware's own brake count; an idle device, an application's clocks or the power limit do not."""
+    driver = Driver(0, 0x1 | 0x2 | 0x4, 0x20, 0x40, 0x8, 0x80, 0)
+    watch = clocks.Watch.opened(driver, "GPU-1")
+    assert (watch.known, driver.asked) == (True, "GPU-1")
+    assert watch.read() == {"sm_mhz": 1980.0, "mem_mhz": 3201.0}
+    assert [watch.held_down() for _ in range(6)] == [False, True, True, True, True, False]
+    monkeypatch.setattr(clocks.Watch, "of", lambda where: clocks.Watch.opened(Driver(0, 0x40, 0), "GPU-1"))
+    row = SMALL["kernel"]()
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "interleaved", false_samples)
+    fields = launch.timed(row, torch.device("cpu"))
+    assert fields["throttled"] == [True] + [False] * 9
+    assert fields["clocks"]["sm_mhz_after"] == 1980.0
+
+
+@pytest.mark.parametrize("broken", ["init", "handle", "reasons"])
+def test_a_driver_that_does_not_answer(broken: str) -> None:
+    """No flags at all, not `never throttled`."""
+    watch = clocks.Watch.opened(Driver(0, broken=broken), "GPU-1")
+    assert (watch.known, watch.read(), watch.held_down()) == (False, {}, False)
 
 
 TRACE = [
@@ -192,10 +267,22 @@ def pytest_in(folder: Path, *arguments: str, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("how", ["argument", "configuration"])
+CONFIGURATIONS = {
+    "pytest.ini": "[pytest]\naddopts = -n auto\n",
+    "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-n auto'\n",
+    "tox.ini": "[pytest]\naddopts = -n auto\n",
+    "setup.cfg": "[tool:pytest]\naddopts = -n auto\n",
+}
+
+
+@pytest.mark.parametrize("how", ["argument", "dist", "environment", *CONFIGURATIONS])
 def test_xdist_is_refused(how: str, tmp_path: Path) -> None:
-    """`-n 2`, and `-n auto` from somebody's environment: exit 4, with what to do."""
-    arguments, environment = (["-n", "2"], {}) if how == "argument" else ([], {"PYTEST_ADDOPTS": "-n auto"})
+    """`-n 2`, and `-n auto` from somebody's environment or configuration file: exit 4, with what to do."""
+    arguments = {"argument": ["-n", "2"], "dist": ["--dist", "load", "--tx", "popen"]}.get(how, [])
+    environment = {"PYTEST_ADDOPTS": "-n auto"} if how == "environment" else {}
+    if how in CONFIGURATIONS:
+        (tmp_path / how).write_text(CONFIGURATIONS[how])
+        arguments = ["-c", str(tmp_path / how), f"--rootdir={ROOT}"]
     done = pytest_in(ROOT, "suites/perf", *arguments, **environment)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "add `-n 0` where a configuration file or PYTEST_ADDOPTS sets it" in done.stderr

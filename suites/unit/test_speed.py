@@ -441,6 +441,22 @@ def test_the_published_targets_of_the_checkout(platform: str) -> None:
     assert all(row.source == "published" and "#" in row.where for row in rows)
 
 
+@pytest.mark.parametrize("platform", ["mi300x", "mi325x", "mi350x", "mi355x"])
+def test_amd_is_uncalibrated_until_somebody_calibrates_it(platform: str) -> None:
+    """With the checkout's own files, published targets or none: no verdict on a row, and the command that makes one."""
+    here = {"capabilities": {"device_name": "AMD Instinct", "gpus": 1}, "versions": {}}
+    checkout = Path(__file__).resolve().parents[2]
+    judge = speedgate.SpeedJudge(platforms.get(platform), checkout / "baselines", here)
+    launches = [msgspec.structs.replace(one, device="AMD Instinct") for one in built.run(draw()).launches]
+    now = built.samples(launches, format="e4m3fnuz", arch="gfx942")
+    found = judge.judge(built.TEST, {}, now)
+    assert found.verdict is Verdict.UNCALIBRATED
+    assert f"`fp8ci baseline calibrate --platform {platform}` on such a machine makes it" in found.message
+    slower = judge.judge(built.TEST, {}, built.scaled(now, candidate=3.0))
+    assert slower.verdict is Verdict.UNCALIBRATED
+    assert (judge.baseline, judge.rows) == (None, [])
+
+
 # Files and the gate ------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,633 @@
+"""Whether the gate of speed holds on this GPU: `python -m suites.perf.prove --out DIR [--launches 12]`.
+
+Launches a few rows of the perf suite from this checkout and from copies of it that were made worse on purpose, and
+judges the samples as the gate would (harness/speed.py), in ten tries each:
+
+    same     this checkout against itself: no try may be a REGRESSION
+    slower   each kernel with a launch configuration that is 10 % slower here: REGRESSION in nine of ten tries
+    probe    a copy loop beside the launches: no row may be a REGRESSION
+    sync     an op that waits for the device: REGRESSION by its count
+
+A try is three launches and, where these raise a suspicion, three more; it is judged against the launches of this
+checkout that it does not hold, as recorded runs, and against as many of them, as pairs. Tries share launches: with 12
+of each side every launch is in several of the ten.
+
+Correct first: each row's result is compared with the reference, or with torch's product, before anything is timed, and
+so is each slower configuration. Those come from the sweeps in baselines/ where there is one, and are timed here beside
+the table's own: taken is the one that is slower by 10 % or more, and the least so.
+
+DIR gets `<stage>.json`: raw launches and the verdict of each try. Exit codes: 0 all hold, 1 one does not, 2 usage,
+4 no GPU.
+
+Not here: timing (timing.py), launches (launch.py, processes.py), verdicts (harness/speed.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fp8stack import device, formats
+from fp8stack.kernels import grouped_kernel
+from harness import speed
+from harness.baselines import Provenance
+from harness.errors import Verdict
+from harness.samples import Launch, PerfRun, Samples
+from suites.perf import grouped_gemm, kernels, moe, processes, rows, sweep, timing
+
+STAGES = ("same", "slower", "probe", "sync")
+TRIES = 10
+LEAST_SLOWER = 1.10
+SLOWER = (1.06, 1.25)
+"""Of recorded sweeps: configurations between these are tried here."""
+TRIED = 6
+BASELINES = processes.ROOT / "baselines"
+ABOVE_NS = 40_000.0
+"""Below, the floor of 2 us rules."""
+
+OPS = {
+    "rowwise": (32768, 7168),
+    "colwise": (32768, 7168, 32),
+    "experts": (32, 2048, 7168),
+}
+SHORT = ("rowwise", (16640, 2048))
+GEMM = ((32, 32768, 7168, 2048), "forward")
+LINEAR = ((4096, 14336), "rowwise_with_gw_hp")
+SYNCED = "rowwise"
+
+
+def chosen(fmt: str) -> list[rows.Row]:
+    """The six rows: kernels and a grouped product of DeepSeek 671B, a dense layer of Llama 8B, and a short kernel."""
+
+    def kernel(op: str, shape: tuple[int, ...]) -> rows.Row:
+        return rows.of_kernel(kernels.Row(op, shape, torch.bfloat16, None, None), fmt)
+
+    return [
+        *(kernel(op, shape) for op, shape in OPS.items()),
+        kernel(*SHORT),
+        rows.of_gemm(*GEMM, fmt),
+        rows.of_linear(*LINEAR, fmt),
+    ]
+
+
+# Correct first, and what is slower ----------------------------------------------------------------------------------
+
+
+def check(fmt: str) -> list[str]:
+    """What is wrong with the results of the six rows."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    found: list[str] = []
+    for op, shape in [*OPS.items(), SHORT]:
+        space = sweep.SPACES[op]
+        inputs = space.sample(sweep.inputs_of(op, shape, where, 1)[0])
+        table = space.rows[device.detect(where).target.name, space.size_class(shape)]
+        if sweep.differs(space, inputs, space.reference(inputs, formats.get(fmt)), formats.get(fmt), table):
+            found.append(f"{op} {shape} differs from its reference")
+    given = grouped_gemm.operands(*GEMM, fmt, torch.Generator(device=where).manual_seed(kernels.SEED))
+    wrong = grouped_gemm.wrong(grouped_gemm.torch_bf16(given), grouped_gemm.ours(True, 16)(given))
+    found += [f"grouped product: {wrong}"] if wrong else []
+    results = [
+        [one.detach() for one in moe.linear_steps(LINEAR[0], name, 1, device.detect(where), where)[0]()]
+        for name in ("bf16", LINEAR[1])
+    ]
+    wrong = moe.wrong(*results)
+    return found + ([f"linear: {wrong}"] if wrong else [])
+
+
+@dataclass(frozen=True)
+class Slower:
+    """A configuration of a launch table, and how much slower it is here than the table's own."""
+
+    module: str
+    table: str
+    key: tuple[str, str]
+    make: str
+    config: dict[str, Any]
+    factor: float
+
+    @property
+    def line(self) -> str:
+        """What puts it into the table, at the end of the kernel's file."""
+        given = ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+        return f'{self.table}[{self.key!r}] = {self.make}({given}, measured="slower, on purpose")\n'
+
+
+def recorded(op: str, shape: Sequence[int], platform: str) -> list[dict[str, Any]]:
+    """Configurations that a sweep of this platform found slower, from a little below 10 % on; the nearest first."""
+    name = "grouped_gemm-fp8-rows" if op == "grouped_gemm" else f"sweep-{op}"
+    path = BASELINES / platform / f"{name}.json"
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    for one in document.get("shapes", document.get("results", ())):
+        its = one["shape"] if "shape" in one else (one["m"], one["k"])
+        if tuple(its) == tuple(shape) and one.get("gemm", GEMM[1]) == GEMM[1]:
+            best = one["rows"][0]["us"]
+            near = [row for row in one["rows"] if SLOWER[0] <= row["us"] / best <= SLOWER[1]]
+            return [row["config"] for row in sorted(near, key=lambda row: abs(row["us"] / best - 1.12))[:TRIED]]
+    return []
+
+
+def slow_kernel(shapes: Sequence[tuple[str, tuple[int, ...]]], fmt: str, platform: str) -> Slower | None:
+    """A slower configuration of a quantising kernel, right and timed; for several ops, those of one table's row."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    found = device.detect(where)
+    op, shape = shapes[0]
+    space = sweep.SPACES[op]
+    key = (found.target.name, space.size_class(shape))
+    every = [space.make(**config, measured="") for config in recorded(op, shape, platform)]
+    every = every or sweep.sampled(space, [shape], found.arch, 2 * TRIED)[1:]
+    factors: dict[int, float] = dict.fromkeys(range(len(every)), math.inf)
+    for op, shape in shapes:
+        for number, factor in _factors(op, shape, fmt, space.rows[key], every).items():
+            factors[number] = min(factors[number], factor)
+    best = _least({number: factor for number, factor in factors.items() if math.isfinite(factor)})
+    if best is None:
+        return None
+    one = every[best]
+    return Slower(space.module.__name__, space.table, key, type(one).__name__, sweep.fields(one), factors[best])
+
+
+def _factors(op: str, shape: tuple[int, ...], fmt: str, own: Any, every: Sequence[Any]) -> dict[int, float]:
+    """How much slower each right configuration is than the table's own, by its place."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    space, target = sweep.SPACES[op], device.detect(where).target.name
+    moved = kernels.OPS[op].bytes_moved(kernels.Row(op, shape, torch.bfloat16, None, None))
+    inputs = sweep.inputs_of(op, shape, where, timing.rotations(moved))
+    sample = space.sample(inputs[0])
+    expected = space.reference(sample, formats.get(fmt))
+
+    def candidate(name: str, config: Any) -> timing.Candidate:
+        calls = [lambda x=x: space.launch(x, formats.get(fmt), config, target) for x in inputs]
+        return timing.Candidate(name, calls, moved)
+
+    right: list[int] = []
+    for number, config in enumerate(every):
+        try:
+            if not sweep.differs(space, sample, expected, formats.get(fmt), config):
+                right.append(number)
+        except RuntimeError:  # more registers or shared memory than this GPU has
+            continue
+    told = timing.measure([candidate("table", own), *(candidate(str(number), every[number]) for number in right)], 10)
+    return {number: told[str(number)].median_ns / told["table"].median_ns for number in right}
+
+
+def slow_product(fmt: str, platform: str) -> Slower | None:
+    """The same of the grouped product, through its table."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    key = (device.detect(where).target.name, grouped_kernel.size_class(True, "fp8"))
+    table, given = grouped_kernel.GROUPED_CONFIGS, []
+    generator = torch.Generator(device=where).manual_seed(kernels.SEED)
+    given = [grouped_gemm.operands(*GEMM, fmt, generator) for _ in range(2)]
+    own, call = table[key], grouped_gemm.ours(True, 16)
+    expected = grouped_gemm.torch_bf16(given[0])
+    every = [type(own)(**config, measured="") for config in recorded("grouped_gemm", GEMM[0], platform)]
+    blocks: dict[str, Any] = {}
+    try:
+        for name, config in [("table", own), *((str(n), c) for n, c in enumerate(every))]:
+            table[key] = config
+            try:
+                wrong = grouped_gemm.wrong(expected, call(given[0]))
+            except RuntimeError:
+                continue
+            if wrong is None:
+                blocks[name] = (timing.captured([lambda x=x: call(x) for x in given]), config)
+    finally:
+        table[key] = own
+    told = timing.replayed({name: block for name, (block, _) in blocks.items()}, 10)
+    factors = {name: told[name] / told["table"] for name in blocks if name != "table"}
+    name = _least(factors)
+    if name is None:
+        return None
+    config = blocks[name][1]
+    return Slower(
+        grouped_kernel.__name__, "GROUPED_CONFIGS", key, type(config).__name__, sweep.fields(config), factors[name]
+    )
+
+
+def compile_one(op: str, shape: tuple[int, ...], fmt: str, config: dict[str, Any]) -> None:
+    """In a process of its own: launch a configuration once, for what that leaves in Triton's cache."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    if op != "grouped_gemm":
+        sweep.compile_configs(op, shape, fmt, [sweep.SPACES[op].make(**config, measured="")])
+        return
+    table = grouped_kernel.GROUPED_CONFIGS
+    key = (device.detect(where).target.name, grouped_kernel.size_class(True, "fp8"))
+    table[key] = type(table[key])(**config, measured="")
+    e, _, k, n = shape
+    few = grouped_gemm.operands((e, 32 * e, k, n), GEMM[1], fmt, torch.Generator(device=where).manual_seed(0))
+    try:
+        grouped_gemm.ours(True, 16)(few)
+    except RuntimeError as error:  # the process that times it meets it again
+        print(f"{op} {config}: {type(error).__name__}", file=sys.stderr)
+
+
+def compile_all(fmt: str, platform: str, jobs: int) -> None:
+    """What `survey` will time, side by side."""
+    asked = [("rowwise", OPS["rowwise"]), ("colwise", OPS["colwise"]), SHORT, ("grouped_gemm", GEMM[0])]
+    work = [(op, shape, fmt, config) for op, shape in asked for config in recorded(op, shape, platform)]
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for done in [pool.submit(compile_one, *one) for one in work]:
+            done.result()
+
+
+def _least(factors: Mapping[Any, float]) -> Any:
+    """The slower one that is the least slower; else the slowest; None of none."""
+    enough = [name for name in factors if factors[name] >= LEAST_SLOWER]
+    if enough:
+        return min(enough, key=lambda name: factors[name])
+    return max(factors, key=lambda name: factors[name], default=None)
+
+
+def survey(fmt: str, platform: str) -> tuple[list[str], dict[str, Slower | None]]:
+    """In a process of its own: (what is wrong, slower configurations by op)."""
+    wrong = check(fmt)
+    if wrong:
+        return wrong, {}
+    one_table = [("rowwise", OPS["rowwise"]), ("experts", OPS["experts"])]
+    return [], {
+        "rowwise, experts": slow_kernel(one_table, fmt, platform),
+        "colwise": slow_kernel([("colwise", OPS["colwise"])], fmt, platform),
+        "short rowwise": slow_kernel([SHORT], fmt, platform),
+        "grouped_gemm": slow_product(fmt, platform),
+    }
+
+
+def surveyed(fmt: str, platform: str, compiles: bool) -> tuple[list[str], dict[str, Slower | None]]:
+    """`survey` in a process that gives the device back, after what it needs was compiled side by side."""
+    if compiles:
+        compile_all(fmt, platform, processes.jobs())
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(survey, fmt, platform).result()
+
+
+# Copies of this checkout that are worse -----------------------------------------------------------------------------
+
+SYNC = """
+_launched = launch_rowwise
+
+
+def launch_rowwise(*arguments, **options):
+    result = _launched(*arguments, **options)
+    torch.cuda.synchronize()
+    return result
+"""
+
+
+def worse_tree(folder: Path, added: Mapping[str, str]) -> Path:
+    """A copy of fp8stack with text added at the end of modules, by their names; returns its checkout."""
+    shutil.copytree(
+        processes.ROOT / "fp8stack", folder / "fp8stack", ignore=shutil.ignore_patterns("__pycache__"), symlinks=True
+    )
+    for module, text in added.items():
+        path = folder.joinpath(*module.split(".")).with_suffix(".py")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    return folder
+
+
+def lines_of(slow: Mapping[str, Slower | None]) -> dict[str, str]:
+    """Module -> the lines that make it slower."""
+    found: dict[str, str] = {}
+    for one in slow.values():
+        if one is not None:
+            found[one.module] = found.get(one.module, "\n# Slower, on purpose.\n") + one.line
+    return found
+
+
+# Launches -----------------------------------------------------------------------------------------------------------
+
+
+def launches(
+    kind: str, sides: Sequence[tuple[str, Sequence[str], str | None]], ahead: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(side, document) of each launch in turn. While one is measured the next one starts, up to the device's lock."""
+    running: list[tuple[str, processes.Running]] = []
+    try:
+        for side, cases, tree in sides:
+            running.append((side, processes.start(kind, cases, tree)))
+            if len(running) > (1 if ahead else 0):
+                name, first = running.pop(0)
+                yield name, first.collect()
+        while running:
+            name, first = running.pop(0)
+            yield name, first.collect()
+    finally:
+        for _, one in running:
+            one.process.kill()
+            one.collect()
+
+
+class Measured:
+    """Launches by side and case, as they came."""
+
+    def __init__(self, table: Sequence[rows.Row], kind: str = "time") -> None:
+        self.table, self.kind = {row.case: row for row in table}, kind
+        self.of: dict[str, dict[str, list[Launch]]] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self.errors: list[str] = []
+        self.resolution_ns = 0.0
+
+    def add(self, side: str, document: Mapping[str, Any]) -> None:
+        self.seconds.setdefault(side, []).append(round(document.get("seconds", 0.0), 2))
+        self.resolution_ns = float(document.get("resolution_ns", 0.0))
+        for case, message in document["errors"].items():
+            self.errors.append(f"{side}: {case}: {message}")
+        for case, fields in document["rows"].items():
+            mine = self.of.setdefault(side, {}).setdefault(case, [])
+            mine.append(msgspec.convert({**fields, "number": len(mine) + 1}, Launch))
+
+    def samples(self, case: str, launched: Sequence[Launch]) -> Samples:
+        return rows.samples(self.table[case], self.kind, launched, self.resolution_ns)
+
+
+def numbered(launched: Sequence[Launch], side: str = "candidate") -> list[Launch]:
+    """Three launches of the first stage, the others of the second."""
+    least = speed.LEAST_LAUNCHES
+    return [
+        msgspec.structs.replace(one, number=place % least + 1, stage=1 + place // least, side=side)
+        for place, one in enumerate(launched)
+    ]
+
+
+def judge(
+    measured: Measured, case: str, mine: Sequence[Launch], before: Sequence[Launch], pairs: bool
+) -> speed.Comparison:
+    """The verdict on three launches, and on three more where they raise a suspicion."""
+
+    def judged(count: int) -> speed.Comparison:
+        now, runs = numbered(mine[:count]), []
+        if pairs:
+            now = [*now, *numbered(before[:count], "base")]
+        else:
+            runs = [PerfRun(test=case, samples=measured.samples(case, before), provenance=SOMEWHERE)]
+        return speed.judge(measured.samples(case, now), runs)
+
+    first = judged(speed.LEAST_LAUNCHES)
+    return judged(2 * speed.LEAST_LAUNCHES) if first.suspected else first
+
+
+SOMEWHERE = Provenance(
+    when="now", commit="this", dirty=False, platform="this", device="this", python="", torch=None, triton=None
+)
+
+
+def turned(launched: Sequence[Launch], first: int, count: int) -> list[Launch]:
+    """`count` launches from `first` on, round and round."""
+    return [launched[(first + place) % len(launched)] for place in range(count)]
+
+
+def tries(measured: Measured, case: str, side: str) -> dict[str, list[speed.Comparison]]:
+    """Ten tries of a side against this checkout's launches: as recorded runs, and as pairs."""
+    mine, ours = measured.of[side][case], measured.of["same"][case]
+    whole = 2 * speed.LEAST_LAUNCHES
+    found: dict[str, list[speed.Comparison]] = {"recorded": [], "pairs": []}
+    for first in range(TRIES):
+        taken = turned(mine, first, whole)
+        before = ours if side != "same" else turned(ours, first + whole, len(ours) - whole)
+        found["recorded"].append(judge(measured, case, taken, before, pairs=False))
+        beside = turned(ours, first + (whole if side == "same" else 0), whole)
+        found["pairs"].append(judge(measured, case, taken, beside, pairs=True))
+    return found
+
+
+# Stages -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def disturbed() -> Iterator[None]:
+    """A process that copies memory in a loop until the block ends."""
+    code = (
+        "import sys, threading, torch\n"
+        "ended = threading.Event()\n"
+        "threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()\n"
+        "source = torch.empty(1 << 30, dtype=torch.uint8, device='cuda')\n"
+        "target = torch.empty_like(source)\n"
+        "print('copying', flush=True)\n"
+        "while not ended.is_set():\n"
+        "    for _ in range(16):\n"
+        "        target.copy_(source)\n"
+        "    torch.cuda.synchronize()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as loop:
+        assert loop.stdin is not None
+        assert loop.stdout is not None
+        try:
+            assert loop.stdout.readline().strip() == b"copying", "the copy loop did not start"
+            yield
+        finally:
+            loop.stdin.close()
+            try:
+                loop.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                loop.kill()
+
+
+def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> None:
+    document = {
+        **told,
+        "seconds_a_launch": measured.seconds,
+        "errors": measured.errors,
+        "launches": msgspec.to_builtins(measured.of),
+    }
+    (out / f"{name}.json").write_text(json.dumps(document, allow_nan=True) + "\n", encoding="utf-8")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def counted(found: Sequence[speed.Comparison]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in sorted(Counter(one.verdict for one in found).items()))
+
+
+def line_of(case: str, how: str, found: Sequence[speed.Comparison]) -> str:
+    last = found[-1]
+    by = ", ".join(f"{one.yardstick} {one.percent:+.1f} %" for one in last.effects)
+    smallest = "-" if last.smallest is None else f"{last.smallest:.1%}"
+    us = "-" if last.median_ns is None else f"{last.median_ns / 1e3:.1f}"
+    return f"  {case:44} {how:9} {counted(found):44} {us:>8} us, can show {smallest}; last: {by or last.message}"
+
+
+def as_dicts(found: Sequence[speed.Comparison]) -> list[dict[str, Any]]:
+    return [{"verdict": str(one.verdict), "message": one.message, **one.as_dict()} for one in found]
+
+
+def prove_times(out: Path, table: Sequence[rows.Row], slow_tree: Path | None, count: int, ahead: bool) -> list[str]:
+    """Stages `same` and `slower`: launches of both sides in turns; returns what does not hold."""
+    measured = Measured(table)
+    mine = [row.case for row in table]
+    moved = [row.case for row in table if row.op != "linear"]
+    order: list[tuple[str, Sequence[str], str | None]] = []
+    for number in range(count):
+        pair = [("same", mine, None), ("slower", moved, str(slow_tree))]
+        order += (pair if number % 2 == 0 else pair[::-1]) if slow_tree else pair[:1]
+    problems: list[str] = []
+    begun = time.monotonic()
+    for number, (side, document) in enumerate(launches("time", order, ahead), 1):
+        measured.add(side, document)
+        spent = time.monotonic() - begun
+        if number in (2, 6):
+            whole = spent / number * len(order)
+            say(f"  {number} of {len(order)} launches in {spent:.0f} s; all would take {whole:.0f} s")
+        write(out, "launches", measured, {})
+    problems += measured.errors[:10]
+    say(f"  seconds a launch: {measured.seconds}")
+    for side in measured.of:
+        told: dict[str, Any] = {}
+        say(f"{side}: {TRIES} tries")
+        for case in measured.of[side]:
+            found = tries(measured, case, side)
+            told[case] = {how: as_dicts(some) for how, some in found.items()}
+            for how, some in found.items():
+                say(line_of(case, how, some))
+                red = sum(one.verdict is Verdict.REGRESSION for one in some)
+                short = (some[0].median_ns or 0) <= ABOVE_NS
+                if side == "same" and red:
+                    problems.append(f"same: {case}, {how}: {red} of {TRIES} are REGRESSION")
+                if side == "slower" and not short and red < 9:
+                    problems.append(f"slower: {case}, {how}: only {red} of {TRIES} are REGRESSION")
+        (out / f"{side}.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+    return problems
+
+
+def prove_probe(out: Path, table: Sequence[rows.Row], ahead: bool) -> list[str]:
+    """Stage `probe`: this checkout with a copy loop beside, against its launches without one."""
+    measured = Measured(table)
+    quiet = json.loads((out / "launches.json").read_text(encoding="utf-8"))["launches"]["same"]
+    measured.of["same"] = msgspec.convert(quiet, dict[str, list[Launch]])
+    mine = [row.case for row in table]
+    with disturbed():
+        for side, document in launches("time", [("probe", mine, None)] * speed.LEAST_LAUNCHES, ahead):
+            measured.add(side, document)
+        suspects = [
+            case
+            for case, launched in measured.of.get("probe", {}).items()
+            if speed.suspected(measured.samples(case, numbered(launched)), _runs(measured, case))
+        ]
+        if suspects:
+            order = [("probe", suspects, None)] * speed.LEAST_LAUNCHES
+            for side, document in launches("time", order, ahead):
+                measured.add(side, document)
+    say("probe: with a copy loop beside")
+    problems, told = measured.errors[:10], {}
+    for case, launched in measured.of.get("probe", {}).items():
+        found = speed.judge(measured.samples(case, numbered(launched)), _runs(measured, case))
+        told[case] = as_dicts([found])
+        say(f"{line_of(case, 'recorded', [found])}; {found.message}")
+        if found.verdict is Verdict.REGRESSION:
+            problems.append(f"probe: {case} is a REGRESSION beside a copy loop")
+    write(out, "probe", measured, {"verdicts": told})
+    return problems
+
+
+def _runs(measured: Measured, case: str) -> list[PerfRun]:
+    return [PerfRun(test=case, samples=measured.samples(case, measured.of["same"][case]), provenance=SOMEWHERE)]
+
+
+def prove_sync(out: Path, table: Sequence[rows.Row], tree: Path, ahead: bool) -> list[str]:
+    """Stage `sync`: counts of this checkout, and of one whose op waits for the device."""
+    row = next(row for row in table if row.op == SYNCED)
+    measured = Measured([row], "counts")
+    for side, document in launches("counts", [("same", [row.case], None), ("sync", [row.case], str(tree))], ahead):
+        measured.add(side, document)
+    say("sync: an inserted wait")
+    problems, verdicts = list(measured.errors), {}
+    before = [PerfRun(test=row.case, samples=measured.samples(row.case, launched), provenance=SOMEWHERE)
+              for launched in [measured.of.get("same", {}).get(row.case, [])] if launched]  # fmt: skip
+    for side, expected in (("same", Verdict.PASS), ("sync", Verdict.REGRESSION)):
+        launched = measured.of.get(side, {}).get(row.case, [])
+        found = speed.judge(measured.samples(row.case, launched), before)
+        verdicts[side] = as_dicts([found])
+        say(f"  {row.case} {side}: {found.verdict} {found.message} {[one.counts for one in launched]}")
+        if found.verdict is not expected:
+            problems.append(f"sync: {side} is {found.verdict}, expected {expected}: {found.message}")
+    write(out, "sync", measured, {"verdicts": verdicts})
+    return problems
+
+
+def execute(out: Path, stages: Sequence[str], count: int, platform: str, ahead: bool) -> list[str]:
+    """What does not hold."""
+    begun = time.monotonic()
+
+    def spent() -> str:
+        return f"[{time.monotonic() - begun:.0f} s]"
+
+    fmt = device.detect().arch.e4m3
+    table = chosen(fmt)
+    wrong, slow = surveyed(fmt, platform, "slower" in stages)
+    if wrong:
+        return [f"wrong results, and nothing was timed: {problem}" for problem in wrong]
+    say(f"{spent()} results are right; slower here:")
+    for op, one in slow.items():
+        say(f"  {op}: " + ("nothing found" if one is None else f"{one.factor:.3f}x, {one.config}"))
+    (out / "configurations.json").write_text(
+        json.dumps({op: asdict(one) if one else None for op, one in slow.items()}, indent=1) + "\n"
+    )
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="fp8ci-prove-") as name:
+        folder = Path(name)
+        slow_tree = worse_tree(folder / "slower", lines_of(slow)) if "slower" in stages else None
+        cases = [row.case for row in table]
+        for tree in [None, slow_tree] if slow_tree else [None]:
+            told = processes.prepare(cases, str(tree) if tree else None)
+            say(f"{spent()} compiled {tree or 'this checkout'} {told}")
+        steps: dict[str, Callable[[], list[str]]] = {
+            "same": lambda: prove_times(out, table, slow_tree, count, ahead),
+            "probe": lambda: prove_probe(out, table, ahead),
+            "sync": lambda: prove_sync(out, table, worse_tree(folder / "sync", {SYNC_MODULE: SYNC}), ahead),
+        }
+        for stage, step in steps.items():
+            if stage in stages or (stage == "same" and {"slower", "probe"} & set(stages)):
+                problems += step()
+                say(f"{spent()} {stage} done")
+    return problems
+
+
+SYNC_MODULE = "fp8stack.kernels.rowwise"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m suites.perf.prove", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what was measured")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
+    parser.add_argument("--launches", type=int, default=12, metavar="N", help="of each side, 11 at least (default: 12)")
+    parser.add_argument("--platform", default="h200", metavar="ID", help="whose recorded sweeps to look into")
+    parser.add_argument("--one-by-one", action="store_true", help="start no launch while another one is measured")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no GPU is visible; speed is measured on one; run this on a GPU", file=sys.stderr)
+        return 4
+    if options.launches < 2 * speed.LEAST_LAUNCHES + speed.NOISE_LAUNCHES:
+        print(f"prove: --launches is {options.launches}; expected 11 or more; correct it", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(options.out / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.out / "inductor"))
+    problems = execute(options.out, options.stage or STAGES, options.launches, options.platform, not options.one_by_one)
+    for problem in problems:
+        say(f"does not hold: {problem}")
+    say("the gate of speed does not hold here" if problems else "the gate of speed holds here")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The proof of the gate of speed on a CPU: its tries on drawn launches, its slower copies, and what it says of both."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from suites.perf import processes, prove, sweep
+from suites.unit import built_samples as built
+
+CASES = [row.case for row in prove.chosen("e4m3fn")]
+
+
+class Fake:
+    """Launches that take no time. `slower`: by side, factors of candidate, reference and probe."""
+
+    def __init__(self, slower: Mapping[str, Mapping[str, float]], waits: int = 1) -> None:
+        self.slower, self.waits = slower, waits
+        self.machine = built.Machine(random.Random(8))
+        self.beside = False
+
+    def start(self, kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        side = Path(tree).name if tree else "probe" if self.beside else "same"
+        rows: dict[str, Any] = {}
+        for case in cases:
+            if kind == "counts":
+                counts = {"kernels": 1, "synchronisations": self.waits if tree else 0}
+                rows[case] = {"counts": counts, "device": built.DEVICE}
+                continue
+            factors = dict(self.slower.get(side, {}))
+            if case == CASES[3]:  # under 40 us
+                factors |= {name: factors.get(name, 1.0) * 0.12 for name in ("candidate", "reference")}
+            fields = msgspec.to_builtins(self.machine.launch(1, slower=factors))
+            rows[case] = {name: value for name, value in fields.items() if name not in ("number", "stage", "side")}
+        return Done({"rows": rows, "errors": {}, "resolution_ns": 500.0, "seconds": 1.0})
+
+
+class Done:
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+
+    def collect(self) -> dict[str, Any]:
+        return self.document
+
+
+def proven(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: Sequence[str]) -> list[str]:
+    class Beside:
+        def __enter__(self) -> None:
+            fake.beside = True
+
+        def __exit__(self, *told: object) -> None:
+            fake.beside = False
+
+    slow = prove.Slower("fp8stack.kernels.rowwise", "ROWWISE_CONFIGS", ("sm_90", "k<=8192"), "RowwiseConfig", {}, 1.1)
+    monkeypatch.setattr(processes, "start", fake.start)
+    monkeypatch.setattr(processes, "prepare", lambda cases, tree: "")
+    monkeypatch.setattr(prove, "disturbed", Beside)
+    monkeypatch.setattr(prove, "surveyed", lambda fmt, platform, compiles: ([], {"rowwise": slow}))
+    monkeypatch.setattr(prove, "chosen", lambda fmt, chosen=prove.chosen: chosen("e4m3fn"))
+    # The work of the other rows is not that of the drawn one: no rate to compare.
+    monkeypatch.setattr(prove.Measured, "samples", _without_work(prove.Measured.samples))
+    return prove.execute(tmp_path, stages, 12, "h200", True)
+
+
+def _without_work(made: Any) -> Any:
+    return lambda self, *given: msgspec.structs.replace(made(self, *given), work=0)
+
+
+def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A quiet machine, a slow copy, a busy neighbour, a wait: each stage finds what it should."""
+    neighbour = {"candidate": 1.9, "reference": 1.8, "probe": 2.1}
+    fake = Fake({"slower": {"candidate": 1.12}, "probe": neighbour})
+    assert proven(fake, tmp_path, monkeypatch, prove.STAGES) == []
+    told = capsys.readouterr().out
+    assert "same: 10 tries" in told
+    slow = json.loads((tmp_path / "slower.json").read_text())
+    assert {one["verdict"] for one in slow[CASES[0]]["pairs"]} == {"REGRESSION"}
+    assert told.count("us, can show ") == 6 * 2 + 5 * 2 + 6
+    raw = json.loads((tmp_path / "launches.json").read_text())
+    assert len(raw["launches"]["same"][CASES[0]]) == len(raw["launches"]["slower"][CASES[0]]) == 12
+    assert "REGRESSION counted more than the row allows" in told
+
+
+@pytest.mark.parametrize(
+    ("slower", "waits", "told"),
+    [
+        ({}, 1, "slower: rowwise-e4m3fn-bf16-m32768-k7168, pairs: only 0 of 10 are REGRESSION"),
+        ({"slower": {"candidate": 1.12}}, 0, "sync: sync is PASS, expected REGRESSION"),
+    ],
+    ids=["not-slower", "no-wait"],
+)
+def test_what_does_not_hold(
+    slower: dict[str, dict[str, float]], waits: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that does not find what was put there says so."""
+    found = proven(Fake(slower, waits), tmp_path, monkeypatch, ("same", "slower", "sync"))
+    assert any(one.startswith(told) for one in found), found
+
+
+def test_a_false_alarm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of one commit that fall into two halves are what the first stage is there to find."""
+    fake = Fake({})
+    start, asked = fake.start, []
+
+    def drifting(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        asked.append(kind)
+        fake.slower = {"same": {"candidate": 1.3 if len(asked) > 6 else 1.0}}
+        return start(kind, cases, tree)
+
+    fake.start = drifting  # type: ignore[method-assign]
+    found = proven(fake, tmp_path, monkeypatch, ("same",))
+    assert any("of 10 are REGRESSION" in one and one.startswith("same: ") for one in found)
+
+
+def test_configurations_come_from_the_recorded_sweeps() -> None:
+    """Those that were slower by about 10 %, as the table takes them; none for a platform without a sweep."""
+    for op, shape in [("rowwise", prove.OPS["rowwise"]), ("colwise", prove.OPS["colwise"]), prove.SHORT]:
+        found = prove.recorded(op, shape, "h200")
+        assert 3 <= len(found) <= prove.TRIED
+        assert all(sweep.SPACES[op].make(**config, measured="") for config in found)
+    assert prove.recorded("grouped_gemm", prove.GEMM[0], "h200")
+    assert prove.recorded("rowwise", prove.OPS["rowwise"], "mi350x") == []
+
+
+def test_the_least_slower_one_is_taken() -> None:
+    assert prove._least({1: 1.05, 2: 1.2, 3: 1.11}) == 3
+    assert prove._least({1: 1.05, 2: 1.02}) == 1
+    assert prove._least({}) is None
+
+
+def test_copies_that_are_worse(tmp_path: Path) -> None:
+    """A copy imports by itself, with another row in its table, or with an op that waits."""
+    config = prove.recorded("rowwise", prove.OPS["rowwise"], "h200")[0]
+    space = sweep.SPACES["rowwise"]
+    slow = prove.Slower(space.module.__name__, space.table, ("sm_90", "k<=8192"), "RowwiseConfig", config, 1.1)
+    added = prove.lines_of({"rowwise": slow, "colwise": None})
+    added[prove.SYNC_MODULE] += prove.SYNC
+    tree = prove.worse_tree(tmp_path / "worse", added)
+    code = (
+        "import torch\nfrom fp8stack.kernels import rowwise\n"
+        "print(rowwise.__file__)\nprint(rowwise.ROWWISE_CONFIGS['sm_90', 'k<=8192'].measured)\n"
+        "rowwise._launched = lambda *given: given\ntorch.cuda.synchronize = lambda: print('waited')\n"
+        "print(rowwise.launch_rowwise(1))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={"PYTHONPATH": str(tree)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        str(tree / "fp8stack" / "kernels" / "rowwise.py"), "slower, on purpose", "waited", "(1,)",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="proves for real on a GPU")
+def test_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove.main(["--out", str(tmp_path)]) == 4
+    assert "no GPU is visible" in capsys.readouterr().err

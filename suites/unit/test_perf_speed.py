@@ -260,6 +260,13 @@ def test_the_profiler_marks_a_call() -> None:
     assert launch.count(lambda: torch.ones(4) + 1, torch.device("cpu")) == {"kernels": 0, "synchronisations": 0}
 
 
+def test_a_profiler_that_sees_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of a call on a GPU: nothing was counted, and that is not zero."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda where=None: None)
+    with pytest.raises(RuntimeError, match="the trace holds no kernel"):
+        launch.count(lambda: None, torch.device("cuda"))
+
+
 def pytest_in(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}

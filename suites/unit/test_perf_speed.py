@@ -267,11 +267,13 @@ def test_a_profiler_that_sees_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         launch.count(lambda: None, torch.device("cuda"))
 
 
-def pytest_in(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def pytest_in(
+    folder: Path, *arguments: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     env = {**clean, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 CONFIGURATIONS = {
@@ -284,13 +286,16 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("how", ["argument", "dist", "environment", *CONFIGURATIONS])
 def test_xdist_is_refused(how: str, tmp_path: Path) -> None:
-    """`-n 2`, and `-n auto` from somebody's environment or configuration file: exit 4, with what to do."""
+    """`-n 2`, and `-n auto` from somebody's environment or configuration file: exit 4, with what to do.
+
+    It only collects, with a deadline: were it not refused, this would be red in seconds.
+    """
     arguments = {"argument": ["-n", "2"], "dist": ["--dist", "load", "--tx", "popen"]}.get(how, [])
     environment = {"PYTEST_ADDOPTS": "-n auto"} if how == "environment" else {}
     if how in CONFIGURATIONS:
         (tmp_path / how).write_text(CONFIGURATIONS[how])
         arguments = ["-c", str(tmp_path / how), f"--rootdir={ROOT}"]
-    done = pytest_in(ROOT, "suites/perf", *arguments, **environment)
+    done = pytest_in(ROOT, "suites/perf", "--collect-only", *arguments, timeout=60, **environment)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "add `-n 0` where a configuration file or PYTEST_ADDOPTS sets it" in done.stderr
 

@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ def proven(
     stages: Sequence[str],
     count: int = 1,
     seconds: float = math.inf,
+    surveyed: Callable[..., Any] | None = None,
 ) -> list[str]:
     """The stages on the first `count` of the six rows."""
 
@@ -82,7 +83,7 @@ def proven(
     monkeypatch.setattr(processes, "start", fake.start)
     monkeypatch.setattr(processes, "prepare", lambda cases, tree: "")
     monkeypatch.setattr(prove, "disturbed", Beside)
-    monkeypatch.setattr(prove, "surveyed", lambda fmt, platform, compiles: ([], {"rowwise": slow}))
+    monkeypatch.setattr(prove, "surveyed", surveyed or (lambda fmt, platform, compiles: ([], {"rowwise": slow})))
     monkeypatch.setattr(prove, "chosen", lambda fmt, chosen=prove.chosen: chosen("e4m3fn")[:count])
     # The work of the other rows is not that of the drawn one: no rate to compare.
     monkeypatch.setattr(prove.Measured, "samples", _without_work(prove.Measured.samples))
@@ -166,6 +167,18 @@ def test_a_stage_that_dies_costs_itself_alone(tmp_path: Path, monkeypatch: pytes
     found = proven(Fake({}), tmp_path, monkeypatch, ("same", "probe", "sync"))
     assert found == ["probe: RuntimeError: the copy loop did not start"]
     assert (tmp_path / "sync.json").exists()
+
+
+def test_a_survey_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a slower kernel the other stages take place, and the run does not hold."""
+
+    def broken(fmt: str, platform: str, compiles: bool) -> Any:
+        raise RuntimeError("out of memory")
+
+    found = proven(Fake({}), tmp_path, monkeypatch, prove.STAGES, surveyed=broken)
+    assert found[:2] == ["survey: RuntimeError: out of memory", "slower: no slower configuration was found"]
+    assert {path.name for path in tmp_path.glob("*.json")} >= {"same.json", "probe.json", "sync.json"}
+    assert not (tmp_path / "slower.json").exists()
 
 
 def test_what_cannot_be_judged_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

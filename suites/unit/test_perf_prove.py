@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -167,6 +168,47 @@ def test_a_stage_that_dies_costs_itself_alone(tmp_path: Path, monkeypatch: pytes
     found = proven(Fake({}), tmp_path, monkeypatch, ("same", "probe", "sync"))
     assert found == ["probe: RuntimeError: the copy loop did not start"]
     assert (tmp_path / "sync.json").exists()
+
+
+CHECK = """
+import torch
+from suites.perf import grouped_gemm, moe, prove, sweep
+
+class OnCpu:
+    def __getattr__(self, name):
+        return getattr(torch, name)
+    def device(self, *given):
+        return torch.device("cpu")
+
+def product(given):
+    found, first = [], 0
+    for group, last in enumerate(given.offs.tolist()):
+        a = given.a[first:last].float() * given.inverse_a[first:last].reshape(-1, 1)
+        found.append(a @ (given.b[group].float() * given.inverse_b[group].reshape(1, -1)))
+        first = last
+    return torch.cat(found).bfloat16()
+
+prove.torch = sweep.torch = OnCpu()
+torch.cuda.current_device = lambda: 0
+torch.compile = lambda module, **options: module
+prove.OPS = {"rowwise": (64, 7168), "colwise": (64, 64, 32), "experts": (2, 16, 7168)}
+prove.SHORT, prove.GEMM, prove.LINEAR = ("rowwise", (32, 2048)), ((2, 64, 256, 128), "forward"), ((64, 128), "rowwise")
+moe.TOKENS = 32
+grouped_gemm.torch_fp8 = product
+print(prove.check("e4m3fn"))
+grouped_gemm.torch_fp8 = lambda given: 2 * product(given)
+print(prove.check("e4m3fn")[0])
+"""
+
+
+def test_the_check_runs_small() -> None:
+    """In the interpreter, with the product of the quantised operands in torch's place: right, and wrong where it is."""
+    env = {**os.environ, "PYTHONPATH": str(processes.ROOT), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CHECK], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    right, wrong = done.stdout.splitlines()
+    assert right == "[]"
+    assert wrong == "grouped product: SQNR 6.0 dB against torch; expected at least 40.0"
 
 
 def test_a_survey_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ class Fake:
         self.slower = slower or (1.0,)
         self.calls: list[tuple[str, tuple[str, ...], str | None]] = []
         self.prepared: list[str | None] = []
+        self.noted: list[tuple[str, str]] = []
         self.machine = built.Machine(random.Random(4))
 
     def prepare(self, cases: Sequence[str], tree: str | None) -> str:
@@ -68,7 +69,13 @@ class Fake:
 
 
 def launched(fake: Fake, recorded: Sequence[PerfRun] = ()) -> test_speed.Launched:
-    return test_speed.Launched({"time": [ROW.case]}, lambda case: recorded, prepare=fake.prepare, start=fake)
+    return test_speed.Launched(
+        {"time": [ROW.case]},
+        lambda case: recorded,
+        prepare=fake.prepare,
+        start=fake,
+        note=lambda *told: fake.noted.append(told),
+    )
 
 
 def recorded() -> list[PerfRun]:
@@ -82,6 +89,8 @@ def test_three_launches_and_no_more() -> None:
     assert fake.calls == [("time", (ROW.case,), None)] * 3
     assert fake.prepared == [None]
     assert [(one.number, one.stage) for one in found.of("candidate")] == [(1, 1), (2, 1), (3, 1)]
+    assert {name: len(json.loads(text)[ROW.case]) for name, text in fake.noted} == {"launches/time.json": 3}
+    assert len(fake.noted) == 3
     assert found.resolution_ns == 500.0
 
 

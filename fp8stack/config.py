@@ -81,6 +81,11 @@ class TrainConfig:
     device: str = _option("auto", "auto (the GPU where there is one), cpu, cuda or cuda:N", hashed=NEVER)
     expert_parallel: int = _option(1, "ranks that share the experts of a layer between them", hashed=NEVER)
     recompute: str = _option("none", f"activation checkpointing: {', '.join(RECOMPUTE)}", hashed=NEVER)
+    reshard: bool = _option(
+        True,
+        "free a block's gathered weights after its forward pass, and gather them again for its backward pass",
+        hashed=NEVER,
+    )
     quantisation: str = _option(
         "fused",
         f"by kernels, or by chains of plain operators to compare with: {', '.join(QUANTISATIONS)}",

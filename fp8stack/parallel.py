@@ -181,8 +181,11 @@ def _resolve_device(name: str, ranks: int) -> torch.device:
 
 
 # ---------------------------------------------------------------------------------------------------------------- FSDP2
-def shard(model: Transformer, world: World) -> None:
-    """`fully_shard` the model, in place; see the header for the units and dtypes."""
+def shard(model: Transformer, world: World, reshard: bool = True) -> None:
+    """`fully_shard` the model, in place; see the header for the units and dtypes.
+
+    reshard: free a block's gathered weights between its forward and its backward pass.
+    """
     # Of in-place ops on a unit's output that is a view (torch 2.13). There are none.
     warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
     # Of gathers of experts that are sharded over both dimensions of their mesh, one after the other (torch 2.13). Only
@@ -200,8 +203,20 @@ def shard(model: Transformer, world: World) -> None:
         if isinstance(moe, MoE) and world.experts is not None and world.expert_shards is not None:
             _divide_experts(moe, world.experts)
             placement = _placement_over(world.expert_shards.size())
-            fully_shard(moe.experts, mesh=world.expert_shards, mp_policy=gathered, shard_placement_fn=placement)
-        fully_shard(block, mesh=world.shards, mp_policy=gathered, shard_placement_fn=_placement_over(world.size))
+            fully_shard(
+                moe.experts,
+                mesh=world.expert_shards,
+                mp_policy=gathered,
+                reshard_after_forward=reshard,
+                shard_placement_fn=placement,
+            )
+        fully_shard(
+            block,
+            mesh=world.shards,
+            mp_policy=gathered,
+            reshard_after_forward=reshard,
+            shard_placement_fn=_placement_over(world.size),
+        )
     # Their backward pass comes at once: freeing them in between would gather the head twice.
     fully_shard([model.norm, model.output], mesh=world.shards, mp_policy=gathered, reshard_after_forward=False)
     fully_shard(model, mesh=world.shards, mp_policy=gathered)
@@ -462,8 +477,9 @@ class Compiler:
     """The backend of torch.compile, with a count of the graphs that were compiled."""
 
     def __init__(self, backend: str) -> None:
+        self.backend = backend
         self.graphs = 0
-        self._backend = torch._dynamo.lookup_backend(
+        self._call = torch._dynamo.lookup_backend(
             # The plain aot_eager has no partitioner, so it would ignore what activation checkpointing wants.
             "aot_eager_decomp_partition" if backend == "aot_eager" else backend
         )
@@ -475,7 +491,7 @@ class Compiler:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """What torch.compile asks of a backend."""
         self.graphs += 1
-        return self._backend(graph, inputs, **self._keywords)
+        return self._call(graph, inputs, **self._keywords)
 
 
 def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:
@@ -486,3 +502,13 @@ def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=compiler, fullgraph=True, dynamic=False)
     return compiler
+
+
+def compile_loss(loss: Callable[..., torch.Tensor], compiler: Compiler | None) -> Callable[..., torch.Tensor]:
+    """The loss as one graph where Inductor compiles: its cast, sum and gradient read and write the logits once each.
+
+    Other backends fuse nothing, and what they decompose the loss into has other bits than the eager operators.
+    """
+    if compiler is None or compiler.backend != "inductor":
+        return loss
+    return torch.compile(loss, backend=compiler, fullgraph=True, dynamic=False)

@@ -26,6 +26,7 @@ what, expected, what next).
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -175,8 +176,9 @@ class Trainer:
         compiled = config.compile != "none"
         self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
         self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
+        self._summed_loss = parallel.compile_loss(summed_loss, self.compiler)
         with unset_fake_temporarily():
-            parallel.shard(self.model, self.world)
+            parallel.shard(self.model, self.world, config.reshard)
         self.model.to_empty(device=self.device)
         self.model.reset_routers()
         if dry:
@@ -226,7 +228,8 @@ class Trainer:
         # Compiling is not training: where blocks are compiled, the second step is counted.
         self._counted_step = self.step + (2 if self.compiler else 1)
         began = time.perf_counter()
-        with _deterministic(self.config.deterministic), launch.unfused(self.config.quantisation == "unfused"):
+        quantisation = launch.unfused(self.config.quantisation == "unfused")
+        with _deterministic(self.config.deterministic), quantisation, Garbage(self.device.type == "cuda") as garbage:
             share = self.config.batch // self.world.size
             left = range(self.step, self.config.steps)
             shares = batches(self.data, left, share, self.world.rank, self.world.size, self.config.workers)
@@ -240,6 +243,7 @@ class Trainer:
                     tracing.before(step)
                 graphs = self.compiler.graphs if self.compiler else 0
                 record = self._step(step, batch, result)
+                garbage.after_step()
                 self.step, end = step, time.perf_counter()
                 self.measured = self._measure(end - start, graphs)
                 start = end
@@ -369,12 +373,7 @@ class Trainer:
 
     def _loss(self, batch: Batch, valid: torch.Tensor) -> torch.Tensor:
         """Sum over the batch's valid tokens / number of valid tokens of the step, () in the wide dtype."""
-        logits = self.model(batch.tokens)
-        logits = logits.to(wide_dtype(logits))
-        total = F.cross_entropy(
-            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        return total / valid
+        return self._summed_loss(self.model(batch.tokens), batch.labels) / valid
 
     def _read(self, loss: torch.Tensor) -> tuple[float, float, int | None, int | None]:
         """Loss, gradient norm, saturated and NaN codes, over all ranks: the one time that a step reads the device."""
@@ -410,6 +409,38 @@ class Trainer:
         self._numbers(self._gradients(parts, valid))
         self.optimiser.step()
         self.model.balance(self.config.balance_rate, self.world.sum)
+
+
+class Garbage:
+    """Keeps Python's collector from walking the whole heap in the middle of a step, while a GPU waits for launches.
+
+    After the second step what there is (modules, graphs, kernels: millions of objects) is collected once and set
+    aside. Cycles made later are collected as ever; at the end what was set aside is again.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self._steps, self._wanted, self._aside = 0, wanted, False
+
+    def __enter__(self) -> Garbage:
+        return self
+
+    def after_step(self) -> None:
+        """Called after each step."""
+        self._steps += 1
+        if self._wanted and self._steps == 2:
+            gc.collect()
+            gc.freeze()
+            self._aside = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._aside:
+            gc.unfreeze()
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy summed over valid tokens, () in the wide dtype: logits (batch, seq, vocab), labels (batch, seq)."""
+    logits = logits.to(wide_dtype(logits))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def profiled_steps(config: TrainConfig, done: int) -> range:
@@ -457,14 +488,11 @@ def _gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def squared_norm(model: torch.nn.Module) -> torch.Tensor:
     """Sum of squares over the gradients that this rank holds, float64 (). Their sum over ranks is the global norm's."""
-    squares = [
-        # On a GPU without a float64 copy of each gradient: the reduction widens what it reads.
-        g.double().square().sum()
-        if device_type(g) == "cpu"
-        else torch.linalg.vector_norm(g, dtype=torch.float64).square()
-        for g in _gradients(model)
-    ]
-    return torch.stack(squares).sum()
+    gradients = list(_gradients(model))
+    if device_type(gradients[0]) == "cpu":
+        return torch.stack([g.double().square().sum() for g in gradients]).sum()
+    # Reads each gradient once and widens what it has read. linalg.vector_norm writes a float64 copy first (torch 2.13).
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
 
 def count_codes(model: torch.nn.Module, device: torch.device) -> dict[str, CodeCounter]:

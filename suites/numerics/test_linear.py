@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from fp8stack import _triton, formats
+from fp8stack import _triton, formats, parallel, train
 from fp8stack.device import OVERRIDE, detect
 from fp8stack.kernels import launch, scaled_kernel
 from fp8stack.kernels.blockwise import UNITS, quantize_blockwise_reference
 from fp8stack.kernels.mxfp8 import quantize_mxfp8_reference
-from fp8stack.linear import RECIPES, Cast, Float8Linear, Gemm, Linear, convert_to_float8
+from fp8stack.linear import RECIPES, Cast, Float8Linear, Gemm, Linear, convert_to_float8, wide_dtype
 from fp8stack.metrics import CodeCounter
 from fp8stack.scaling import quantize_reference
 from suites.compare import assert_bits_equal, assert_sqnr, values
@@ -413,3 +413,34 @@ def test_compiled(recipe: str, dtype: torch.dtype, device: str, seed: int) -> No
     for what, eager, graph in zip(("output", "input", "weight", "bias"), *found, strict=True):
         assert bool(eager.count_nonzero()), f"{what} is zero"
         assert_bits_equal(eager, graph, f"{recipe}, {what}")
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, id="loss-bf16-compiled")])
+def test_compiled_loss(dtype: torch.dtype, device: str, seed: int, record_property: Record) -> None:
+    """The trainer's loss under Inductor: sum and gradient of logits are those of float64, labels that do not count out.
+
+    The sum within 1e-6; a gradient within a rounding to `dtype`, and 1e-6 of the largest there can be, 1.
+    """
+    torch._dynamo.reset()
+    logits = (normal((2, 96, 3000), device, seed) * 4).to(dtype).requires_grad_()
+    labels = torch.arange(2 * 96, device=device).view(2, 96) * 7 % 3000
+    labels[:, ::5] = train.IGNORED_LABEL
+    call = parallel.compile_loss(train.summed_loss, parallel.Compiler("inductor"))
+    assert call is not train.summed_loss
+    total = call(logits, labels)
+    (total / 100).backward()
+    assert logits.grad is not None
+    assert total.dtype == wide_dtype(logits)
+    assert logits.grad.dtype == dtype
+
+    exact = logits.detach().double().requires_grad_()
+    expected = train.summed_loss(exact, labels)
+    assert expected.dtype == torch.float64
+    (expected / 100).backward()
+    assert exact.grad is not None
+    off = abs(float(total.detach().double() / expected.detach()) - 1)
+    record_property("loss_relative", off)
+    assert off <= 1e-6
+    rounding = torch.finfo(dtype).eps / 2 * exact.grad.abs()
+    assert bool(((logits.grad.double() - exact.grad).abs() <= rounding + 1e-6 / 100).all())
+    assert not bool(logits.grad[:, ::5].count_nonzero()), "a label that does not count has a gradient"

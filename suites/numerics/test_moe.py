@@ -542,17 +542,18 @@ def test_compiled_layer(recipe: str, device: str, seed: int) -> None:
     "recipe", [pytest.param(name, id=f"moe-{name}-block-compiled") for name in ("bf16", "rowwise")]
 )
 def test_compiled_block(recipe: str, device: str, seed: int, record_property: Record) -> None:
-    """A block with experts under Inductor: every gradient is the eager one but for rounding, whatever memory held.
+    """A block with experts under Inductor, whatever memory held: every gradient is the eager one but for rounding.
 
-    Inductor rounds to bf16 less often, and what is rounded another way becomes another FP8 code, 6 % away.
+    Inductor rounds to bf16 elsewhere, which moves FP8 codes and the choice of experts. How far that may lead is
+    measured: at most twice as far as the last bit of half the inputs moves the eager gradient, relative to its norm, or
+    2^-6.
     """
-    at_most = 0.05 if recipe == "bf16" else 0.2
     torch._dynamo.reset()
     size = models.MODELS["dsv3-debug"]
     assert isinstance(size, models.DeepSeek)
     table = models.rope_table(256, size.rope_dim, size.rope_theta, torch.device(device))
-    found: list[dict[str, torch.Tensor]] = []
-    for compiler in (None, parallel.Compiler("inductor")):
+
+    def gradients(nudge: int, compiler: parallel.Compiler | None) -> dict[str, torch.Tensor]:
         block = models.LatentBlock(size, dense=False).to(device, torch.bfloat16)
         block.moe.router.reset()
         with torch.no_grad():
@@ -562,19 +563,31 @@ def test_compiled_block(recipe: str, device: str, seed: int, record_property: Re
         if recipe != "bf16":
             convert_to_float8(nn.Sequential(block), recipe)
         call = block if compiler is None else torch.compile(block, backend=compiler, fullgraph=True, dynamic=False)
-        for _ in range(3):  # once the graph is there, memory is used again
+        for _ in range(1 if compiler is None else 3):  # once the graph is there, memory is used again
             poison = torch.full((1 << 29,), torch.nan, dtype=torch.bfloat16, device=device)
             del poison
             block.zero_grad()
-            x = normal((8, 256, size.dim), device, seed).requires_grad_()
+            x = normal((8, 256, size.dim), device, seed)
+            if nudge:
+                x.view(torch.int16).bitwise_xor_((normal(tuple(x.shape), device, seed + nudge) > 0).to(torch.int16))
+            x.requires_grad_()
             y = call(x, table)
             y.backward(normal((8, 256, size.dim), device, seed + 100))
-        found.append({"output": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
-    for what, eager in found[0].items():
-        assert bool(eager.count_nonzero()), f"{what} is zero"
-        off = float((found[1][what].float() - eager.float()).norm() / eager.float().norm())
+        return {"output": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+    def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+    eager, one, two = (gradients(nudge, None) for nudge in (0, 200, 300))
+    compiled = gradients(0, parallel.Compiler("inductor"))
+    for what, expected in eager.items():
+        assert bool(expected.count_nonzero()), f"{what} is zero"
+        at_most = max(2.0**-6, 2 * max(relative(one[what], expected), relative(two[what], expected)))
+        off = relative(compiled[what], expected)
         record_property(f"{what}_relative", off)
-        assert off <= at_most, f"{recipe}, {what}: the compiled one is {off:.3g} of its norm away"
+        assert off <= at_most, (
+            f"{recipe}, {what}: the compiled one is {off:.3g} of its norm away; at most {at_most:.3g}"
+        )
 
 
 def test_the_twin_is_exact(device: str, seed: int, record_property: Record) -> None:

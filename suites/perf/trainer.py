@@ -468,6 +468,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--recompute", default="selective")
     parser.add_argument("--compile", default="inductor")
+    parser.add_argument(
+        "--reshard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="free gathered weights between forward and backward pass (default: yes)",
+    )
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--device", default="cuda", help="cpu: to try the command out (default: cuda)")
     parser.add_argument("--out", type=Path, required=True, help="folder for trainer.json, traces and their comparison")
@@ -494,6 +500,7 @@ def configurations(options: argparse.Namespace, ranks: int) -> list[tuple[Varian
                 seq=options.seq,
                 recompute=options.recompute,
                 compile=options.compile,
+                reshard=options.reshard,
                 expert_parallel=options.expert_parallel,
                 device=options.device,
                 lr=1e-4,

@@ -197,33 +197,29 @@ def shard(model: Transformer, world: World, reshard: bool = True) -> None:
     embedding = gathered
     if (world.plays or world.device.type) == "cpu":
         embedding = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(model.tok_embeddings, mesh=world.shards, mp_policy=embedding)
+
+    def unit(modules: nn.Module | list[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
+        fully_shard(modules, mesh=mesh, **options)
+        for module in modules if isinstance(modules, list) else [modules]:
+            assert isinstance(module, FSDPModule)
+            module.set_force_sum_reduction_for_comms(True)
+            # A factor of 1 divides nothing where gradients are summed over ranks. Over one rank it does: a quotient and
+            # a copy of it are written (torch 2.13), where there is only the copy without a factor.
+            if mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
+
+    unit(model.tok_embeddings, world.shards, mp_policy=embedding)
+    blocks: dict[str, Any] = {"mp_policy": gathered, "reshard_after_forward": reshard}
     for block in model.layers:
         moe = getattr(block, "moe", None)
         if isinstance(moe, MoE) and world.experts is not None and world.expert_shards is not None:
             _divide_experts(moe, world.experts)
             placement = _placement_over(world.expert_shards.size())
-            fully_shard(
-                moe.experts,
-                mesh=world.expert_shards,
-                mp_policy=gathered,
-                reshard_after_forward=reshard,
-                shard_placement_fn=placement,
-            )
-        fully_shard(
-            block,
-            mesh=world.shards,
-            mp_policy=gathered,
-            reshard_after_forward=reshard,
-            shard_placement_fn=_placement_over(world.size),
-        )
+            unit(moe.experts, world.expert_shards, shard_placement_fn=placement, **blocks)
+        unit(block, world.shards, shard_placement_fn=_placement_over(world.size), **blocks)
     # Their backward pass comes at once: freeing them in between would gather the head twice.
-    fully_shard([model.norm, model.output], mesh=world.shards, mp_policy=gathered, reshard_after_forward=False)
-    fully_shard(model, mesh=world.shards, mp_policy=gathered)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    unit([model.norm, model.output], world.shards, mp_policy=gathered, reshard_after_forward=False)
+    unit(model, world.shards, mp_policy=gathered)
 
 
 def _divide_experts(moe: MoE, mesh: DeviceMesh) -> None:

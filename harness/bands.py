@@ -39,9 +39,10 @@ Not here: where runs are stored (baselines.py), which verdict follows (gate.py),
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ FLOOR = 5e-5
 K_BY_RUNS: tuple[tuple[int, int], ...] = ((10, 3), (5, 5), (0, 10))
 #: step -> lowest limit of a digest, relative to the parameter's gradient norm.
 DIGEST_LIMITS: dict[int, float] = {1: 2e-3, 2: 5e-2, 3: 5e-2}
-#: FP8 against bf16 of the same model, data and platform: |mean log ratio| in each window of this many steps ...
+#: FP8 against bf16 of the same model, data and platform, at least: |mean log ratio| in each window of so many steps ...
 PAIRED_WINDOW_STEPS = 20
 PAIRED_WINDOW_LIMIT = 2e-3
 #: ... and relative difference of the means of the last 20 steps.
@@ -432,11 +433,17 @@ def _saturation(measured: Curve, reference: Curve, spread: Sequence[Curve], nudg
     return Comparison(tuple(rows), tuple(findings))
 
 
-def compare_paired(fp8: Curve, bf16: Curve) -> Comparison:
+Recorded = tuple[Curve, Sequence[Curve], int]
+"""Run 0 of a curve, the other runs that were recorded of it, and how many of those count for K."""
+
+
+def compare_paired(fp8: Curve, bf16: Curve, recorded: Sequence[Recorded] = ()) -> Comparison:
     """FP8 against bf16 of the same run: mean log ratio of the loss per 20 steps, and the means of the last 20.
 
-    Needs no baseline, so it also judges an uncalibrated platform. Only common steps from 1 are looked at; a curve
-    without steps is a finding.
+    recorded: the runs of either curve, where there are some. limit = max(2e-3, K * largest of the same number between a
+    recorded run and its run 0), and 5e-3 in the tail: harmless runs of a model with experts are 2e-3 apart by
+    themselves. Without any it still judges, an uncalibrated platform too. Only common steps from 1 are looked at; a
+    curve without steps is a finding.
     """
     last_step = max(fp8.last_step, bf16.last_step)
     if last_step == 0:
@@ -444,24 +451,35 @@ def compare_paired(fp8: Curve, bf16: Curve) -> Comparison:
         return Comparison((), (Finding("paired", "loss", 1, math.nan, PAIRED_WINDOW_LIMIT, what),))
     rows: list[Row] = []
     findings: list[Finding] = []
-    for first in range(1, last_step + 1, PAIRED_WINDOW_STEPS):
-        last = min(first + PAIRED_WINDOW_STEPS - 1, last_step)
-        ratios = [_log_ratio(fp8.loss.get(s, math.nan), bf16.loss.get(s, math.nan)) for s in range(first, last + 1)]
-        value = abs(math.fsum(ratios) / len(ratios))
-        ok = value <= PAIRED_WINDOW_LIMIT
-        name = f"steps {first}-{last}"
-        rows.append(Row("paired", "FP8 / bf16 loss", name, value, PAIRED_WINDOW_LIMIT, ok))
+
+    def judge(name: str, first: int, told: str, floor: float, number: Callable[[Curve, Curve], float]) -> None:
+        noise = [factor(count) * number(run, reference) for reference, runs, count in recorded for run in runs]
+        allowed = worst((floor, *noise))
+        value = number(fp8, bf16)
+        ok = value <= allowed
+        rows.append(Row("paired", "FP8 / bf16 loss", name, value, allowed, ok))
         if not ok:
-            what = f"FP8 against bf16, mean log ratio of the loss in {name}: {_against(value, PAIRED_WINDOW_LIMIT)}"
-            findings.append(Finding("paired", "loss", first, value, PAIRED_WINDOW_LIMIT, what))
-    value = relative(tail_mean(fp8.loss, last_step), tail_mean(bf16.loss, last_step))
-    ok = value <= PAIRED_TAIL_LIMIT
-    tail_name = f"mean of the last {min(TAIL_STEPS, last_step)}"
-    rows.append(Row("paired", "FP8 / bf16 loss", tail_name, value, PAIRED_TAIL_LIMIT, ok))
-    if not ok:
-        what = f"FP8 against bf16, {tail_name} losses: {_against(value, PAIRED_TAIL_LIMIT)}"
-        findings.append(Finding("paired", "loss", max(1, last_step - TAIL_STEPS + 1), value, PAIRED_TAIL_LIMIT, what))
+            what = f"FP8 against bf16, {told}: {_against(value, allowed)}"
+            findings.append(Finding("paired", "loss", first, value, allowed, what))
+
+    for first in range(1, last_step + 1, PAIRED_WINDOW_STEPS):
+        steps = range(first, min(first + PAIRED_WINDOW_STEPS - 1, last_step) + 1)
+        name = f"steps {first}-{steps[-1]}"
+        told = f"mean log ratio of the loss in {name}"
+        judge(name, first, told, PAIRED_WINDOW_LIMIT, functools.partial(_mean_log_ratio, steps=steps))
+    name = f"mean of the last {min(TAIL_STEPS, last_step)}"
+    first = max(1, last_step - TAIL_STEPS + 1)
+    judge(name, first, f"{name} losses", PAIRED_TAIL_LIMIT, functools.partial(_tail_difference, last_step=last_step))
     return Comparison(tuple(rows), tuple(findings))
+
+
+def _mean_log_ratio(curve: Curve, other: Curve, steps: Sequence[int]) -> float:
+    ratios = [_log_ratio(curve.loss.get(step, math.nan), other.loss.get(step, math.nan)) for step in steps]
+    return abs(math.fsum(ratios) / len(ratios))
+
+
+def _tail_difference(curve: Curve, other: Curve, last_step: int) -> float:
+    return relative(tail_mean(curve.loss, last_step), tail_mean(other.loss, last_step))
 
 
 def _log_ratio(value: float, reference: float) -> float:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -414,11 +414,8 @@ class _LossJudge:
         moved = fingerprint.differing(self.fingerprint, fingerprint.of_row(reference.provenance))
         if moved:
             self.moved.setdefault("; ".join(moved), []).append(evidence.case)
-        spread = [bands.Curve.of_run(run) for run in same if run is not reference]
-        nudged = bands.counted(reference, same)
-        return self._apply(
-            result, bands.compare(bands.Curve.of_evidence(evidence), bands.Curve.of_run(reference), spread, nudged)
-        )
+        known = _recorded(reference, same)
+        return self._apply(result, bands.compare(bands.Curve.of_evidence(evidence), *known))
 
     def _apply(self, result: Result, comparison: bands.Comparison) -> Result:
         first = comparison.first
@@ -439,6 +436,13 @@ class _LossJudge:
         measured = bands.Curve.of_evidence(evidence)
         return _with(result, bands.compare_shared(measured, bands.Curve.of_run(reference), spread))
 
+    def _known(self, evidence: baselines.LossEvidence) -> Iterator[bands.Recorded]:
+        """The recorded runs of a curve, where there are some with its configuration and a run 0 among them."""
+        same = self.baseline.of_config(evidence.case, evidence.config_hash) if self.baseline else ()
+        reference = baselines.reference_run(same)
+        if reference is not None:
+            yield _recorded(reference, same)
+
     def pair(self, results: list[Result]) -> list[Result]:
         """FP8 curves against the bf16 curve of the same model and data in this run, where there is one."""
         plain = {_pair_key(evidence): evidence for evidence in self.evidence.values() if _high_precision(evidence)}
@@ -446,12 +450,21 @@ class _LossJudge:
         for result in results:
             evidence = self.evidence.get(result.id)
             if evidence is not None and not _high_precision(evidence) and _pair_key(evidence) in plain:
+                other = plain[_pair_key(evidence)]
                 comparison = bands.compare_paired(
-                    bands.Curve.of_evidence(evidence), bands.Curve.of_evidence(plain[_pair_key(evidence)])
+                    bands.Curve.of_evidence(evidence),
+                    bands.Curve.of_evidence(other),
+                    [*self._known(evidence), *self._known(other)],
                 )
                 result = _with(result, comparison)
             paired.append(result)
         return paired
+
+
+def _recorded(reference: baselines.LossRun, runs: Sequence[baselines.LossRun]) -> bands.Recorded:
+    """Run 0, the others, and how many of them count."""
+    others = [bands.Curve.of_run(run) for run in runs if run is not reference]
+    return bands.Curve.of_run(reference), others, bands.counted(reference, runs)
 
 
 def _with(result: Result, comparison: bands.Comparison) -> Result:

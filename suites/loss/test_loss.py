@@ -37,8 +37,9 @@ CONFIG = TrainConfig(model="llama3-tiny", steps=STEPS, seed=0, batch=8, seq=128,
 # 5.6 M weights and 5 for attention), 430 GFLOP of the one with experts (210 MFLOP a token: 165 for the 27 M weights
 # that a token meets, 47 for attention). That is 0.4 and 2 ms at 200 TFLOPS: launches take the time of such a step.
 GPU_CONFIG = TrainConfig(model="llama3-debug", steps=STEPS, seed=0, batch=8, seq=256, device="cuda", compile="inductor")
-# At 3e-3 the loss of the model with experts falls so fast that a flipped bit moves it by 9 % in steps 21 to 40.
-GPU_CHANGES: dict[str, dict[str, Any]] = {"llama3-debug": {}, "dsv3-debug": {"lr": 1e-3}}
+# The loss of the model with experts falls so fast at 3e-3 that a flipped bit moves it by 9 % in steps 21 to 40 (bf16),
+# at 1e-3 by 8 %, at 5e-4 by 0.1 %.
+GPU_CHANGES: dict[str, dict[str, Any]] = {"llama3-debug": {}, "dsv3-debug": {"lr": 5e-4}}
 
 # case -> (model, recipe, arch whose formats are trained with, the e4m3 format that must come of it).
 CURVES: dict[str, tuple[str, str, str, str]] = {
@@ -66,8 +67,8 @@ ON_A_CPU, ON_A_GPU = pytest.mark.requires("vendor:cpu"), pytest.mark.requires(gp
 
 # Mean of the last 20 losses, nats, by model. A model that knows only which 256 symbols exist is at 5.55, one that also
 # knows the 20 successors of each at 2.69. Recorded curves of tiny models end near 3.33, of llama3-debug (H200) at 2.97
-# and of dsv3-debug, with its nudged runs, at 3.04 to 3.15.
-LEARNT_BY = {"llama3-tiny": 3.6, "dsv3-tiny": 3.6, "llama3-debug": 3.3, "dsv3-debug": 5.0}
+# and of dsv3-debug at 3.26.
+LEARNT_BY = {"llama3-tiny": 3.6, "dsv3-tiny": 3.6, "llama3-debug": 3.3, "dsv3-debug": 3.6}
 
 
 def configuration(**changes: Any) -> TrainConfig:

@@ -303,6 +303,19 @@ def test_paired_tail() -> None:
         assert [row.ok for row in rows if row.window == "mean of the last 20"] == [ok]
 
 
+def test_paired_with_noise() -> None:
+    """Recorded runs that part by 1e-3 in steps 21 to 40 widen the limit there, K times, and nowhere else."""
+    base = dict(curve().loss)
+    noisy = scaled(base, 21, 40, 1.001)
+    for count, inside, outside in ((10, 1.0029, 1.0031), (5, 1.0049, 1.0051)):
+        recorded = [(curve(), [noisy, curve()], count), (curve(), [], 0)]
+        for factor, ok in ((inside, True), (outside, False)):
+            assert bands.compare_paired(scaled(base, 21, 40, factor), curve(), recorded).ok is ok, (count, factor)
+        assert not bands.compare_paired(scaled(base, 41, 60, 1.0025), curve(), recorded).ok
+    broken = [(curve(), [curve(loss={1: math.nan})], 10)]
+    assert not bands.compare_paired(curve(), curve(), broken).ok
+
+
 def test_paired_without_steps() -> None:
     """Two empty curves are no agreement."""
     assert not bands.compare_paired(Curve({}, {}), Curve({}, {})).ok

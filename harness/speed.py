@@ -307,12 +307,12 @@ def judge(
         return _judge_counts(now, runs, missing)
     if now.kind == "compile":
         return _judge_compile(now, runs, missing, resamples)
-    broken = _broken(now)
+    broken = _broken(now, runs)
     if broken is not None:
         return broken
     limit, spread = limit_of(runs)
     whole = _described(now, limit)
-    still = _environment(now)
+    still = _environment(now) or _too_fast(now, runs)
     if still is not None:
         return _with(whole, *still)
     compared: list[Comparison] = []
@@ -345,7 +345,7 @@ def _with(whole: Comparison, verdict: Verdict, message: str, cause: str, **more:
     return Comparison(**{**vars(whole), "verdict": verdict, "message": message, "cause": cause, **more})
 
 
-def _broken(now: Samples) -> Comparison | None:
+def _broken(now: Samples, runs: Sequence[PerfRun]) -> Comparison | None:
     """What cannot be a measurement: red with or without a baseline."""
 
     def red(verdict: Verdict, message: str) -> Comparison:
@@ -379,15 +379,32 @@ def _broken(now: Samples) -> Comparison | None:
     if now.resolution_ns and median * calls < TIMER_STEPS * now.resolution_ns:
         told = f"a sample lasts {median * calls:.0f} ns and the timer's step is {now.resolution_ns:.0f} ns"
         return Comparison(Verdict.UNMEASURABLE, f"too short to time: {told}; expected {TIMER_STEPS} steps at least")
-    shares = [_share(now, one) for one in mine]
-    best = max((share for share in shares if share is not None), default=0.0)
-    if best > IMPLAUSIBLE_SHARE:
-        told = f"{best:.2f} x the {now.probe} probe of its launch, at most {IMPLAUSIBLE_SHARE} is possible"
-        return red(Verdict.IMPLAUSIBLE, f"faster than the device can be: {told}")
+    fast = _too_fast(now, runs)
+    if fast is not None and fast[0] is Verdict.IMPLAUSIBLE:
+        return Comparison(*fast)
     if len(now.of("candidate", 1)) < LEAST_LAUNCHES:
         told = f"{len(now.of('candidate', 1))} launches; expected {LEAST_LAUNCHES} at least"
         return red(Verdict.MISSING, f"{told}: `fp8ci run --suite perf` makes them")
     return None
+
+
+def _too_fast(now: Samples, runs: Sequence[PerfRun]) -> tuple[Verdict, str, str] | None:
+    """A rate beyond the probe's: impossible beside the fastest probe that is known of this row, in launches of this run
+    and in recorded ones. Beside that of its own launch alone, the probe was held up, and nothing is known.
+    """
+    mine = now.of("candidate")
+    best = max((share for one in mine if (share := _share(now, one)) is not None), default=0.0)
+    if not best > IMPLAUSIBLE_SHARE:
+        return None
+    told = f"{best:.2f} x the {now.probe} probe of its launch, at most {IMPLAUSIBLE_SHARE} is possible"
+    known = [*now.launches, *(one for run in runs for one in run.samples.launches)]
+    fastest = min(statistics.median(blocks(one.probe)) for one in known)
+    quickest = min(statistics.median(blocks(one.candidate)) for one in mine)
+    possible = now.work / now.probe_work / math.exp(quickest - fastest)
+    if possible > IMPLAUSIBLE_SHARE:
+        return Verdict.IMPLAUSIBLE, f"faster than the device can be: {told}", "candidate"
+    told = f"{told}, and it is {possible:.2f} x the fastest launch of the probe"
+    return Verdict.INCONCLUSIVE, f"something held the probe up: {told}", "probe"
 
 
 def _share(now: Samples, launch: Launch) -> float | None:

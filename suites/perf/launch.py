@@ -2,8 +2,7 @@
 
 Holds the device's lock, so that two launches never share it; takes the cases one after the other, and after each writes
 all that it has so far: a launch that dies keeps the rows before. One JSON object: {tree, commit, device, rows: {case:
-fields of harness.samples.Launch}, errors: {case: message}, waited: seconds
-until the device was free}.
+fields of harness.samples.Launch}, errors: {case: message}, waited: seconds until the device was free}.
 
     --kind time      blocks of probe, reference, candidate, candidate, reference, probe (timing.interleaved)
     --kind counts    kernels that a call launches and host synchronisations that it makes, warm, as the profiler saw
@@ -106,7 +105,12 @@ def count(call: Callable[[], object], where: torch.device) -> dict[str, int]:
         path = Path(folder) / "trace.json"
         traced.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return counts_of(events)
+    found = counts_of(events)
+    if on_gpu and not found["kernels"]:
+        raise RuntimeError(
+            "the trace holds no kernel; expected those of the call; the profiler does not see this device"
+        )
+    return found
 
 
 def counts_of(events: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -145,7 +149,7 @@ def compiled(row: rows.Row) -> dict[str, Any]:
         )
     if done.returncode:
         raise RuntimeError(f"{row.case} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
-    return {"compile_seconds": float(done.stdout)}
+    return {"compile_seconds": float(done.stdout.split()[-1])}
 
 
 def first_call(row: rows.Row, where: torch.device) -> float:
@@ -191,11 +195,14 @@ def prepare(case: str) -> str:
 
 
 def prepare_all(cases: Sequence[str], jobs: int) -> None:
-    """Compile rows in `jobs` processes side by side, and say on stderr what could not be."""
-    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for problem in pool.map(prepare, cases):
-            if problem:
-                print(problem, file=sys.stderr, flush=True)
+    """Compile rows in `jobs` processes side by side, and print what could not. A trainer has the device alone."""
+    alone = [case for case in cases if case.startswith("trainer-")]
+    for some, count in (([case for case in cases if case not in alone], jobs), (alone, 1)):
+        if some:
+            with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+                for problem in pool.map(prepare, some):
+                    if problem:
+                        print(problem, flush=True)
 
 
 def taken(row: rows.Row, kind: str, where: torch.device, first: bool = False) -> dict[str, Any] | str:

@@ -116,4 +116,4 @@ def prepare(cases: Sequence[str], tree: str | None) -> str:
         done = subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
-    return done.stderr.strip() if done.returncode else ""
+    return f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip()

@@ -16,8 +16,10 @@ Correct first: each row's result is compared with the reference, or with torch's
 so is each slower configuration. Those come from the sweeps in baselines/ where there is one, and are timed here beside
 the table's own: taken is the one that is slower by 10 % or more, and the least so.
 
-DIR gets `<stage>.json`: raw launches and the verdict of each try. Exit codes: 0 all hold, 1 one does not, 2 usage,
-4 no GPU.
+DIR gets, each as soon as it is known: `launches.json`, `probe.json`, `sync.json` with raw launches, `<stage>.json` with
+the verdict of each try, and `verdicts.json`, which is the table that ends the output. With --seconds, launches of the
+first two stages end early enough for the others. With --again it judges what DIR/launches.json holds, without a GPU.
+Exit codes: 0 all hold, 1 one does not, 2 usage, 4 no GPU.
 
 Not here: timing (timing.py), launches (launch.py, processes.py), verdicts (harness/speed.py).
 """
@@ -26,18 +28,21 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import gc
 import json
 import math
 import multiprocessing
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +77,19 @@ SHORT = ("rowwise", (16640, 2048))
 GEMM = ((32, 32768, 7168, 2048), "forward")
 LINEAR = ((4096, 14336), "rowwise_with_gw_hp")
 SYNCED = "rowwise"
+WHOLE = 2 * speed.LEAST_LAUNCHES + speed.NOISE_LAUNCHES
+"""Launches of a side, at least: a try, and as many others as make its noise known."""
+VERDICTS = "verdicts.json"
+LAUNCH_DEADLINE = 120.0
+LAUNCH_SECONDS = 12.0
+"""What a launch of the six rows may take."""
+LEFT_LAUNCHES = 12
+"""The stages after `same` and `slower` take as long as so many of their launches, and the verdicts half a minute."""
+LEFT_SECONDS = 30.0
+ODD = frozenset({Verdict.REGRESSION, Verdict.FAIL, Verdict.MISSING, Verdict.IMPLAUSIBLE, Verdict.UNMEASURABLE})
+"""What no try of an unchanged checkout may say."""
+UNDISTURBED = frozenset({Verdict.INCONCLUSIVE, Verdict.INFRA, Verdict.PASS})
+"""What may be said beside a copy loop: PASS of a row whose probe it has not moved."""
 
 
 def chosen(fmt: str) -> list[rows.Row]:
@@ -102,7 +120,7 @@ def check(fmt: str) -> list[str]:
         if sweep.differs(space, inputs, space.reference(inputs, formats.get(fmt)), formats.get(fmt), table):
             found.append(f"{op} {shape} differs from its reference")
     given = grouped_gemm.operands(*GEMM, fmt, torch.Generator(device=where).manual_seed(kernels.SEED))
-    wrong = grouped_gemm.wrong(grouped_gemm.torch_bf16(given), grouped_gemm.ours(True, 16)(given))
+    wrong = grouped_gemm.wrong(grouped_gemm.torch_fp8(given), grouped_gemm.ours(True, 16)(given))
     found += [f"grouped product: {wrong}"] if wrong else []
     results = [
         [one.detach() for one in moe.linear_steps(LINEAR[0], name, 1, device.detect(where), where)[0]()]
@@ -184,8 +202,8 @@ def _factors(op: str, shape: tuple[int, ...], fmt: str, own: Any, every: Sequenc
         try:
             if not sweep.differs(space, sample, expected, formats.get(fmt), config):
                 right.append(number)
-        except RuntimeError:  # more registers or shared memory than this GPU has
-            continue
+        except Exception as error:  # more registers or shared memory than this GPU has; Triton's is no RuntimeError
+            print(f"{op} {config}: {type(error).__name__}", file=sys.stderr)
     told = timing.measure([candidate("table", own), *(candidate(str(number), every[number]) for number in right)], 10)
     return {number: told[str(number)].median_ns / told["table"].median_ns for number in right}
 
@@ -194,11 +212,11 @@ def slow_product(fmt: str, platform: str) -> Slower | None:
     """The same of the grouped product, through its table."""
     where = torch.device("cuda", torch.cuda.current_device())
     key = (device.detect(where).target.name, grouped_kernel.size_class(True, "fp8"))
-    table, given = grouped_kernel.GROUPED_CONFIGS, []
+    table = grouped_kernel.GROUPED_CONFIGS
     generator = torch.Generator(device=where).manual_seed(kernels.SEED)
     given = [grouped_gemm.operands(*GEMM, fmt, generator) for _ in range(2)]
     own, call = table[key], grouped_gemm.ours(True, 16)
-    expected = grouped_gemm.torch_bf16(given[0])
+    expected = grouped_gemm.torch_fp8(given[0])
     every = [type(own)(**config, measured="") for config in recorded("grouped_gemm", GEMM[0], platform)]
     blocks: dict[str, Any] = {}
     try:
@@ -206,7 +224,8 @@ def slow_product(fmt: str, platform: str) -> Slower | None:
             table[key] = config
             try:
                 wrong = grouped_gemm.wrong(expected, call(given[0]))
-            except RuntimeError:
+            except Exception as error:
+                print(f"grouped_gemm {config}: {type(error).__name__}", file=sys.stderr)
                 continue
             if wrong is None:
                 blocks[name] = (timing.captured([lambda x=x: call(x) for x in given]), config)
@@ -236,7 +255,7 @@ def compile_one(op: str, shape: tuple[int, ...], fmt: str, config: dict[str, Any
     few = grouped_gemm.operands((e, 32 * e, k, n), GEMM[1], fmt, torch.Generator(device=where).manual_seed(0))
     try:
         grouped_gemm.ours(True, 16)(few)
-    except RuntimeError as error:  # the process that times it meets it again
+    except Exception as error:  # the process that times it meets it again
         print(f"{op} {config}: {type(error).__name__}", file=sys.stderr)
 
 
@@ -246,7 +265,9 @@ def compile_all(fmt: str, platform: str, jobs: int) -> None:
     work = [(op, shape, fmt, config) for op, shape in asked for config in recorded(op, shape, platform)]
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(compile_one, *one) for one in work]:
-            done.result()
+            error = done.exception()  # only time is lost: `survey` compiles what is not there
+            if error is not None:
+                print(f"compiling: {type(error).__name__} {error}", file=sys.stderr)
 
 
 def _least(factors: Mapping[Any, float]) -> Any:
@@ -263,12 +284,22 @@ def survey(fmt: str, platform: str) -> tuple[list[str], dict[str, Slower | None]
     if wrong:
         return wrong, {}
     one_table = [("rowwise", OPS["rowwise"]), ("experts", OPS["experts"])]
-    return [], {
-        "rowwise, experts": slow_kernel(one_table, fmt, platform),
-        "colwise": slow_kernel([("colwise", OPS["colwise"])], fmt, platform),
-        "short rowwise": slow_kernel([SHORT], fmt, platform),
-        "grouped_gemm": slow_product(fmt, platform),
+    asked: dict[str, Callable[[], Slower | None]] = {
+        "rowwise, experts": lambda: slow_kernel(one_table, fmt, platform),
+        "colwise": lambda: slow_kernel([("colwise", OPS["colwise"])], fmt, platform),
+        "short rowwise": lambda: slow_kernel([SHORT], fmt, platform),
+        "grouped_gemm": lambda: slow_product(fmt, platform),
     }
+    found: dict[str, Slower | None] = {}
+    for name, look in asked.items():
+        try:
+            found[name] = look()
+        except Exception as error:  # the others go on; without a slower kernel this one's tries are red
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            found[name] = None
+        gc.collect()
+        torch.cuda.empty_cache()
+    return [], found
 
 
 def surveyed(fmt: str, platform: str, compiles: bool) -> tuple[list[str], dict[str, Slower | None]]:
@@ -318,7 +349,7 @@ def lines_of(slow: Mapping[str, Slower | None]) -> dict[str, str]:
 
 def launches(
     kind: str, sides: Sequence[tuple[str, Sequence[str], str | None]], ahead: bool = True
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """(side, document) of each launch in turn. While one is measured the next one starts, up to the device's lock."""
     running: list[tuple[str, processes.Running]] = []
     try:
@@ -326,14 +357,14 @@ def launches(
             running.append((side, processes.start(kind, cases, tree)))
             if len(running) > (1 if ahead else 0):
                 name, first = running.pop(0)
-                yield name, first.collect()
+                yield name, first.collect(LAUNCH_DEADLINE)
         while running:
             name, first = running.pop(0)
-            yield name, first.collect()
+            yield name, first.collect(LAUNCH_DEADLINE)
     finally:
         for _, one in running:
             one.process.kill()
-            one.collect()
+            one.collect(LAUNCH_DEADLINE)
 
 
 class Measured:
@@ -431,8 +462,11 @@ def disturbed() -> Iterator[None]:
         assert loop.stdin is not None
         assert loop.stdout is not None
         try:
-            assert loop.stdout.readline().strip() == b"copying", "the copy loop did not start"
+            if loop.stdout.readline().strip() != b"copying":
+                raise RuntimeError("the copy loop did not start")
             yield
+            if loop.poll() is not None:
+                raise RuntimeError(f"the copy loop ended with {loop.returncode} before the launches beside it did")
         finally:
             loop.stdin.close()
             try:
@@ -446,6 +480,7 @@ def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> 
         **told,
         "seconds_a_launch": measured.seconds,
         "errors": measured.errors,
+        "resolution_ns": measured.resolution_ns,
         "launches": msgspec.to_builtins(measured.of),
     }
     (out / f"{name}.json").write_text(json.dumps(document, allow_nan=True) + "\n", encoding="utf-8")
@@ -471,8 +506,32 @@ def as_dicts(found: Sequence[speed.Comparison]) -> list[dict[str, Any]]:
     return [{"verdict": str(one.verdict), "message": one.message, **one.as_dict()} for one in found]
 
 
-def prove_times(out: Path, table: Sequence[rows.Row], slow_tree: Path | None, count: int, ahead: bool) -> list[str]:
-    """Stages `same` and `slower`: launches of both sides in turns; returns what does not hold."""
+def note(out: Path, case: str, **told: object) -> None:
+    """Put what is known of a row into verdicts.json."""
+    path = out / VERDICTS
+    known: dict[str, dict[str, object]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known.setdefault(case, {}).update(told)
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def table_of(out: Path) -> list[str]:
+    """The rows of verdicts.json as lines: time, noise, the smallest effect that can be shown, the stages' verdicts."""
+    path = out / VERDICTS
+    known: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    columns = ("same", "slower", "probe", "sync")
+    lines = [f"{'row':46} {'us':>8} {'noise':>6} {'shows':>6}  " + "  ".join(f"{name:28}" for name in columns)]
+    for case, told in known.items():
+        us, noise, least = told.get("us"), told.get("noise"), told.get("smallest")
+        head = f"{case:46} {'-' if us is None else f'{us:.1f}':>8} {'-' if noise is None else f'{noise:.2%}':>6} "
+        head += f"{'-' if least is None else f'{least:.1%}':>6}  "
+        lines.append((head + "  ".join(f"{told.get(name, '-'):28}" for name in columns)).rstrip())
+    return lines
+
+
+def measure_times(
+    out: Path, table: Sequence[rows.Row], slow_tree: Path | None, count: int, ahead: bool, until: float
+) -> Measured:
+    """Launches of this checkout and of the slower copy in turns, as many as leave time for the other stages."""
     measured = Measured(table)
     mine = [row.case for row in table]
     moved = [row.case for row in table if row.op != "linear"]
@@ -480,31 +539,59 @@ def prove_times(out: Path, table: Sequence[rows.Row], slow_tree: Path | None, co
     for number in range(count):
         pair = [("same", mine, None), ("slower", moved, str(slow_tree))]
         order += (pair if number % 2 == 0 else pair[::-1]) if slow_tree else pair[:1]
-    problems: list[str] = []
     begun = time.monotonic()
-    for number, (side, document) in enumerate(launches("time", order, ahead), 1):
-        measured.add(side, document)
-        spent = time.monotonic() - begun
-        if number in (2, 6):
-            whole = spent / number * len(order)
-            say(f"  {number} of {len(order)} launches in {spent:.0f} s; all would take {whole:.0f} s")
-        write(out, "launches", measured, {})
-    problems += measured.errors[:10]
+    with closing(launches("time", order, ahead)) as found:
+        for number, (side, document) in enumerate(found, 1):
+            measured.add(side, document)
+            spent = time.monotonic() - begun
+            each = spent / number
+            if number in (2, 6):
+                say(f"  {number} of {len(order)} launches in {spent:.0f} s; all would take {each * len(order):.0f} s")
+            write(out, "launches", measured, {})
+            left = until - time.monotonic()
+            if left < (2 + LEFT_LAUNCHES) * each + LEFT_SECONDS and (number % 2 == 0 or not slow_tree):
+                say(f"  no more launches: {number} of {len(order)} were made, and {left:.0f} s are left")
+                break
+    return measured
+
+
+def judge_times(out: Path, measured: Measured) -> list[str]:
+    """Ten tries of each side; returns what does not hold."""
+    problems = measured.errors[:10]
     say(f"  seconds a launch: {measured.seconds}")
+    for side, seconds in measured.seconds.items():
+        if statistics.median(seconds) > LAUNCH_SECONDS:
+            problems.append(f"{side}: a launch takes {statistics.median(seconds):.1f} s, at most {LAUNCH_SECONDS:.0f}")
     for side in measured.of:
         told: dict[str, Any] = {}
         say(f"{side}: {TRIES} tries")
-        for case in measured.of[side]:
+        for case, launched in measured.of[side].items():
+            ours = measured.of.get("same", {}).get(case, [])
+            if min(len(launched), len(ours)) < WHOLE:
+                problems.append(f"{side}: {case} has {len(launched)} launches beside {len(ours)}, expected {WHOLE}")
+            if min(len(launched), len(ours)) < 2 * speed.LEAST_LAUNCHES:
+                note(out, case, **{side: f"{len(launched)} launches"})
+                continue
             found = tries(measured, case, side)
             told[case] = {how: as_dicts(some) for how, some in found.items()}
             for how, some in found.items():
                 say(line_of(case, how, some))
                 red = sum(one.verdict is Verdict.REGRESSION for one in some)
-                short = (some[0].median_ns or 0) <= ABOVE_NS
-                if side == "same" and red:
-                    problems.append(f"same: {case}, {how}: {red} of {TRIES} are REGRESSION")
+                median = some[0].median_ns
+                short = median is not None and median <= ABOVE_NS
+                odd = [one for one in some if one.verdict in ODD]
+                if side == "same" and odd:
+                    problems.append(
+                        f"same: {case}, {how}: {len(odd)} of {TRIES} are {odd[0].verdict}: {odd[0].message}"
+                    )
                 if side == "slower" and not short and red < 9:
                     problems.append(f"slower: {case}, {how}: only {red} of {TRIES} are REGRESSION")
+            last = found["recorded"][-1]
+            if side == "same":
+                us = None if last.median_ns is None else last.median_ns / 1e3
+                spread = speed.noise(_runs(measured, case))
+                note(out, case, us=us, noise=spread, smallest=last.smallest)
+            note(out, case, **{side: " / ".join(counted(some) for some in found.values())})
         (out / f"{side}.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
     return problems
 
@@ -533,8 +620,9 @@ def prove_probe(out: Path, table: Sequence[rows.Row], ahead: bool) -> list[str]:
         found = speed.judge(measured.samples(case, numbered(launched)), _runs(measured, case))
         told[case] = as_dicts([found])
         say(f"{line_of(case, 'recorded', [found])}; {found.message}")
-        if found.verdict is Verdict.REGRESSION:
-            problems.append(f"probe: {case} is a REGRESSION beside a copy loop")
+        note(out, case, probe=f"{found.verdict} {found.cause}".strip())
+        if found.verdict not in UNDISTURBED:
+            problems.append(f"probe: {case} is {found.verdict} beside a copy loop: {found.message}")
     write(out, "probe", measured, {"verdicts": told})
     return problems
 
@@ -558,48 +646,81 @@ def prove_sync(out: Path, table: Sequence[rows.Row], tree: Path, ahead: bool) ->
         found = speed.judge(measured.samples(row.case, launched), before)
         verdicts[side] = as_dicts([found])
         say(f"  {row.case} {side}: {found.verdict} {found.message} {[one.counts for one in launched]}")
+        note(out, row.case, sync=f"{verdicts['same'][0]['verdict']} / {found.verdict}")
         if found.verdict is not expected:
             problems.append(f"sync: {side} is {found.verdict}, expected {expected}: {found.message}")
     write(out, "sync", measured, {"verdicts": verdicts})
     return problems
 
 
-def execute(out: Path, stages: Sequence[str], count: int, platform: str, ahead: bool) -> list[str]:
+def execute(
+    out: Path, stages: Sequence[str], count: int, platform: str, ahead: bool, seconds: float = math.inf
+) -> list[str]:
     """What does not hold."""
     begun = time.monotonic()
+    (out / VERDICTS).unlink(missing_ok=True)
 
     def spent() -> str:
         return f"[{time.monotonic() - begun:.0f} s]"
 
     fmt = device.detect().arch.e4m3
     table = chosen(fmt)
-    wrong, slow = surveyed(fmt, platform, "slower" in stages)
+    problems: list[str] = []
+    wrong: list[str] = []
+    slow: Mapping[str, Slower | None] = {}
+    try:
+        wrong, slow = surveyed(fmt, platform, "slower" in stages)
+    except Exception as error:  # what needs no slower kernel goes on
+        traceback.print_exc()
+        problems.append(f"survey: {type(error).__name__}: {error}")
     if wrong:
         return [f"wrong results, and nothing was timed: {problem}" for problem in wrong]
-    say(f"{spent()} results are right; slower here:")
+    say(f"{spent()} {'not known whether results are right' if problems else 'results are right'}; slower here:")
     for op, one in slow.items():
         say(f"  {op}: " + ("nothing found" if one is None else f"{one.factor:.3f}x, {one.config}"))
     (out / "configurations.json").write_text(
         json.dumps({op: asdict(one) if one else None for op, one in slow.items()}, indent=1) + "\n"
     )
-    problems: list[str] = []
+    if "slower" in stages and not any(slow.values()):
+        problems.append("slower: no slower configuration was found")
     with tempfile.TemporaryDirectory(prefix="fp8ci-prove-") as name:
         folder = Path(name)
-        slow_tree = worse_tree(folder / "slower", lines_of(slow)) if "slower" in stages else None
+        slow_tree = worse_tree(folder / "slower", lines_of(slow)) if "slower" in stages and any(slow.values()) else None
         cases = [row.case for row in table]
         for tree in [None, slow_tree] if slow_tree else [None]:
             told = processes.prepare(cases, str(tree) if tree else None)
             say(f"{spent()} compiled {tree or 'this checkout'} {told}")
+
+        def times() -> list[str]:
+            measured = measure_times(out, table, slow_tree, count, ahead, begun + seconds)
+            say(f"{spent()} launched")
+            return judge_times(out, measured)
+
         steps: dict[str, Callable[[], list[str]]] = {
-            "same": lambda: prove_times(out, table, slow_tree, count, ahead),
+            "same": times,
             "probe": lambda: prove_probe(out, table, ahead),
             "sync": lambda: prove_sync(out, table, worse_tree(folder / "sync", {SYNC_MODULE: SYNC}), ahead),
         }
         for stage, step in steps.items():
             if stage in stages or (stage == "same" and {"slower", "probe"} & set(stages)):
-                problems += step()
-                say(f"{spent()} {stage} done")
+                try:
+                    found = step()
+                except Exception as error:  # the other stages go on
+                    traceback.print_exc()
+                    found = [f"{stage}: {type(error).__name__}: {error}"]
+                say(f"{spent()} {stage} done" + "".join(f"\n  does not hold: {problem}" for problem in found))
+                problems += found
     return problems
+
+
+def again(out: Path) -> list[str]:
+    """What does not hold, of the launches that an earlier run has left."""
+    document = json.loads((out / "launches.json").read_text(encoding="utf-8"))
+    measured = Measured(chosen("e4m3fn"))
+    measured.of = msgspec.convert(document["launches"], dict[str, dict[str, list[Launch]]])
+    measured.seconds, measured.errors = document["seconds_a_launch"], document["errors"]
+    measured.resolution_ns = document["resolution_ns"]
+    return judge_times(out, measured)
 
 
 SYNC_MODULE = "fp8stack.kernels.rowwise"
@@ -611,18 +732,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
     parser.add_argument("--launches", type=int, default=12, metavar="N", help="of each side, 11 at least (default: 12)")
     parser.add_argument("--platform", default="h200", metavar="ID", help="whose recorded sweeps to look into")
+    parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="end within about so many")
+    parser.add_argument("--again", action="store_true", help="judge what an earlier run has left in DIR; needs no GPU")
     parser.add_argument("--one-by-one", action="store_true", help="start no launch while another one is measured")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    if not (options.again or torch.cuda.is_available()):
         print("no GPU is visible; speed is measured on one; run this on a GPU", file=sys.stderr)
         return 4
-    if options.launches < 2 * speed.LEAST_LAUNCHES + speed.NOISE_LAUNCHES:
-        print(f"prove: --launches is {options.launches}; expected 11 or more; correct it", file=sys.stderr)
+    if options.launches < WHOLE:
+        print(f"prove: --launches is {options.launches}; expected {WHOLE} or more; correct it", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(options.out / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.out / "inductor"))
-    problems = execute(options.out, options.stage or STAGES, options.launches, options.platform, not options.one_by_one)
+    if options.again:
+        problems = again(options.out)
+    else:
+        stages, ahead = options.stage or STAGES, not options.one_by_one
+        problems = execute(options.out, stages, options.launches, options.platform, ahead, options.seconds)
+    say("\n".join(table_of(options.out)))
     for problem in problems:
         say(f"does not hold: {problem}")
     say("the gate of speed does not hold here" if problems else "the gate of speed holds here")

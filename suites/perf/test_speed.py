@@ -12,11 +12,13 @@ Not here: what a row is (rows.py), one launch (launch.py), its process (processe
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -76,6 +78,8 @@ class Launched:
     until: float = math.inf
     prepare: Callable[..., str] = field(default_factory=lambda: processes.prepare)
     start: Callable[..., dict[str, Any]] = field(default_factory=lambda: processes.launch_once)
+    note: Callable[[str, str], object] = lambda name, text: None
+    """Writes into the evidence: what a session that is cut off has measured until then."""
 
     def of(self, kind: str, row: rows.Row) -> Samples:
         if kind not in self.done:
@@ -121,6 +125,7 @@ class Launched:
                 for case, fields in document["rows"].items():
                     one = msgspec.convert({**fields, **told}, Launch)
                     self.done[kind].setdefault(case, []).append(one)
+                self.note(f"launches/{kind}.json", json.dumps(msgspec.to_builtins(self.done[kind])))
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +140,9 @@ def launched(request: pytest.FixtureRequest) -> Launched:
     platform = request.config.getoption("fp8_platform", default=None)
     path = ROOT / "baselines" / str(platform) / samples.PERF_FILE
     recorded = samples.load(path, platform).rows if platform and path.exists() else []
-    return Launched(cases, lambda case: [run for run in recorded if run.samples.case == case])
+    out = request.config.getoption("fp8_out", default=None)
+    note = Evidence(Path(out)).write_text if out else lambda name, text: None
+    return Launched(cases, lambda case: [run for run in recorded if run.samples.case == case], note=note)
 
 
 def keep(measured: Samples, evidence: Evidence, record_property: Record, kind: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,11 @@ class Fake:
         self.slower, self.waits = slower, waits
         self.machine = built.Machine(random.Random(8))
         self.beside = False
+        self.started = 0
 
     def start(self, kind: str, cases: Sequence[str], tree: str | None) -> Any:
         side = Path(tree).name if tree else "probe" if self.beside else "same"
+        self.started += 1
         rows: dict[str, Any] = {}
         for case in cases:
             if kind == "counts":
@@ -45,14 +50,29 @@ class Fake:
 
 
 class Done:
-    def __init__(self, document: dict[str, Any]) -> None:
-        self.document = document
+    """A launch that has ended."""
 
-    def collect(self) -> dict[str, Any]:
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document, self.process = document, self
+
+    def kill(self) -> None:
+        pass
+
+    def collect(self, deadline: float) -> dict[str, Any]:
         return self.document
 
 
-def proven(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: Sequence[str]) -> list[str]:
+def proven(
+    fake: Fake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stages: Sequence[str],
+    count: int = 1,
+    seconds: float = math.inf,
+    surveyed: Callable[..., Any] | None = None,
+) -> list[str]:
+    """The stages on the first `count` of the six rows."""
+
     class Beside:
         def __enter__(self) -> None:
             fake.beside = True
@@ -64,11 +84,11 @@ def proven(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: 
     monkeypatch.setattr(processes, "start", fake.start)
     monkeypatch.setattr(processes, "prepare", lambda cases, tree: "")
     monkeypatch.setattr(prove, "disturbed", Beside)
-    monkeypatch.setattr(prove, "surveyed", lambda fmt, platform, compiles: ([], {"rowwise": slow}))
-    monkeypatch.setattr(prove, "chosen", lambda fmt, chosen=prove.chosen: chosen("e4m3fn"))
+    monkeypatch.setattr(prove, "surveyed", surveyed or (lambda fmt, platform, compiles: ([], {"rowwise": slow})))
+    monkeypatch.setattr(prove, "chosen", lambda fmt, chosen=prove.chosen: chosen("e4m3fn")[:count])
     # The work of the other rows is not that of the drawn one: no rate to compare.
     monkeypatch.setattr(prove.Measured, "samples", _without_work(prove.Measured.samples))
-    return prove.execute(tmp_path, stages, 12, "h200", True)
+    return prove.execute(tmp_path, stages, 12, "h200", True, seconds)
 
 
 def _without_work(made: Any) -> Any:
@@ -79,7 +99,7 @@ def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """A quiet machine, a slow copy, a busy neighbour, a wait: each stage finds what it should."""
     neighbour = {"candidate": 1.9, "reference": 1.8, "probe": 2.1}
     fake = Fake({"slower": {"candidate": 1.12}, "probe": neighbour})
-    assert proven(fake, tmp_path, monkeypatch, prove.STAGES) == []
+    assert proven(fake, tmp_path, monkeypatch, prove.STAGES, 6) == []
     told = capsys.readouterr().out
     assert "same: 10 tries" in told
     slow = json.loads((tmp_path / "slower.json").read_text())
@@ -88,6 +108,14 @@ def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     raw = json.loads((tmp_path / "launches.json").read_text())
     assert len(raw["launches"]["same"][CASES[0]]) == len(raw["launches"]["slower"][CASES[0]]) == 12
     assert "REGRESSION counted more than the row allows" in told
+    head, first, *_, linear = prove.table_of(tmp_path)
+    assert head.split() == ["row", "us", "noise", "shows", "same", "slower", "probe", "sync"]
+    assert re.fullmatch(
+        rf"{CASES[0]} +2\d\d\.\d +\d\.\d\d% +\d\.\d%  10 PASS / 10 PASS +10 REGRESSION / 10 REGRESSION +"
+        r"INCONCLUSIVE probe +PASS / REGRESSION",
+        first,
+    )
+    assert linear.split()[-4:] == ["-", "INCONCLUSIVE", "probe", "-"]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +147,107 @@ def test_a_false_alarm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     fake.start = drifting  # type: ignore[method-assign]
     found = proven(fake, tmp_path, monkeypatch, ("same",))
     assert any("of 10 are REGRESSION" in one and one.startswith("same: ") for one in found)
+
+
+def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Launches end with as many of both sides, the later stages take place, and what that leaves unknown is red."""
+    fake = Fake({"slower": {"candidate": 1.12}})
+    found = proven(fake, tmp_path, monkeypatch, prove.STAGES, seconds=20.0)
+    assert "no more launches: 2 of 24 were made" in capsys.readouterr().out
+    launched = json.loads((tmp_path / "launches.json").read_text())["launches"]
+    assert {side: len(cases[CASES[0]]) for side, cases in launched.items()} == {"same": 1, "slower": 1}
+    assert f"same: {CASES[0]} has 1 launches beside 1, expected 11" in found
+    assert "PASS / REGRESSION" in prove.table_of(tmp_path)[1]
+
+
+def test_a_stage_that_dies_costs_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object) -> list[str]:
+        raise RuntimeError("the copy loop did not start")
+
+    monkeypatch.setattr(prove, "prove_probe", broken)
+    found = proven(Fake({}), tmp_path, monkeypatch, ("same", "probe", "sync"))
+    assert found == ["probe: RuntimeError: the copy loop did not start"]
+    assert (tmp_path / "sync.json").exists()
+
+
+CHECK = """
+import torch
+from suites.perf import grouped_gemm, moe, prove, sweep
+
+class OnCpu:
+    def __getattr__(self, name):
+        return getattr(torch, name)
+    def device(self, *given):
+        return torch.device("cpu")
+
+def product(given):
+    found, first = [], 0
+    for group, last in enumerate(given.offs.tolist()):
+        a = given.a[first:last].float() * given.inverse_a[first:last].reshape(-1, 1)
+        found.append(a @ (given.b[group].float() * given.inverse_b[group].reshape(1, -1)))
+        first = last
+    return torch.cat(found).bfloat16()
+
+prove.torch = sweep.torch = OnCpu()
+torch.cuda.current_device = lambda: 0
+torch.compile = lambda module, **options: module
+prove.OPS = {"rowwise": (64, 7168), "colwise": (64, 64, 32), "experts": (2, 16, 7168)}
+prove.SHORT, prove.GEMM, prove.LINEAR = ("rowwise", (32, 2048)), ((2, 64, 256, 128), "forward"), ((64, 128), "rowwise")
+moe.TOKENS = 32
+grouped_gemm.torch_fp8 = product
+print(prove.check("e4m3fn"))
+grouped_gemm.torch_fp8 = lambda given: 2 * product(given)
+print(prove.check("e4m3fn")[0])
+"""
+
+
+def test_the_check_runs_small() -> None:
+    """In the interpreter, with the product of the quantised operands in torch's place: right, and wrong where it is."""
+    env = {**os.environ, "PYTHONPATH": str(processes.ROOT), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CHECK], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    right, wrong = done.stdout.splitlines()
+    assert right == "[]"
+    assert wrong == "grouped product: SQNR 6.0 dB against torch; expected at least 40.0"
+
+
+def test_a_survey_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a slower kernel the other stages take place, and the run does not hold."""
+
+    def broken(fmt: str, platform: str, compiles: bool) -> Any:
+        raise RuntimeError("out of memory")
+
+    found = proven(Fake({}), tmp_path, monkeypatch, prove.STAGES, surveyed=broken)
+    assert found[:2] == ["survey: RuntimeError: out of memory", "slower: no slower configuration was found"]
+    assert {path.name for path in tmp_path.glob("*.json")} >= {"same.json", "probe.json", "sync.json"}
+    assert not (tmp_path / "slower.json").exists()
+
+
+def test_what_cannot_be_judged_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side whose samples are no measurement, of an unchanged checkout or of a slower one."""
+    fake = Fake({})
+    start = fake.start
+
+    def nan(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        done = start(kind, cases, tree)
+        done.document["rows"][CASES[0]]["candidate"][0] = math.nan
+        return done
+
+    fake.start = nan  # type: ignore[method-assign]
+    found = proven(fake, tmp_path, monkeypatch, ("same", "slower"))
+    assert any(one.startswith(f"same: {CASES[0]}, pairs: 10 of 10 are FAIL") for one in found)
+    assert f"slower: {CASES[0]}, pairs: only 0 of 10 are REGRESSION" in found
+
+
+def test_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a run that was cut off has left is judged anywhere."""
+    assert proven(Fake({"slower": {"candidate": 1.12}}), tmp_path, monkeypatch, ("same", "slower")) == []
+    before = prove.table_of(tmp_path)
+    (tmp_path / prove.VERDICTS).unlink()
+    capsys.readouterr()
+    assert prove.main(["--out", str(tmp_path), "--again"]) == 0
+    assert prove.table_of(tmp_path) == before
+    assert before[1] in capsys.readouterr().out
 
 
 def test_configurations_come_from_the_recorded_sweeps() -> None:

@@ -49,6 +49,7 @@ class Fake:
         self.slower = slower or (1.0,)
         self.calls: list[tuple[str, tuple[str, ...], str | None]] = []
         self.prepared: list[str | None] = []
+        self.noted: list[tuple[str, str]] = []
         self.machine = built.Machine(random.Random(4))
 
     def prepare(self, cases: Sequence[str], tree: str | None) -> str:
@@ -68,7 +69,13 @@ class Fake:
 
 
 def launched(fake: Fake, recorded: Sequence[PerfRun] = ()) -> test_speed.Launched:
-    return test_speed.Launched({"time": [ROW.case]}, lambda case: recorded, prepare=fake.prepare, start=fake)
+    return test_speed.Launched(
+        {"time": [ROW.case]},
+        lambda case: recorded,
+        prepare=fake.prepare,
+        start=fake,
+        note=lambda *told: fake.noted.append(told),
+    )
 
 
 def recorded() -> list[PerfRun]:
@@ -82,6 +89,8 @@ def test_three_launches_and_no_more() -> None:
     assert fake.calls == [("time", (ROW.case,), None)] * 3
     assert fake.prepared == [None]
     assert [(one.number, one.stage) for one in found.of("candidate")] == [(1, 1), (2, 1), (3, 1)]
+    assert {name: len(json.loads(text)[ROW.case]) for name, text in fake.noted} == {"launches/time.json": 3}
+    assert len(fake.noted) == 3
     assert found.resolution_ns == 500.0
 
 
@@ -260,11 +269,20 @@ def test_the_profiler_marks_a_call() -> None:
     assert launch.count(lambda: torch.ones(4) + 1, torch.device("cpu")) == {"kernels": 0, "synchronisations": 0}
 
 
-def pytest_in(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def test_a_profiler_that_sees_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of a call on a GPU: nothing was counted, and that is not zero."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda where=None: None)
+    with pytest.raises(RuntimeError, match="the trace holds no kernel"):
+        launch.count(lambda: None, torch.device("cuda"))
+
+
+def pytest_in(
+    folder: Path, *arguments: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     env = {**clean, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 CONFIGURATIONS = {
@@ -277,13 +295,16 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("how", ["argument", "dist", "environment", *CONFIGURATIONS])
 def test_xdist_is_refused(how: str, tmp_path: Path) -> None:
-    """`-n 2`, and `-n auto` from somebody's environment or configuration file: exit 4, with what to do."""
+    """`-n 2`, and `-n auto` from somebody's environment or configuration file: exit 4, with what to do.
+
+    It only collects, with a deadline: were it not refused, this would be red in seconds.
+    """
     arguments = {"argument": ["-n", "2"], "dist": ["--dist", "load", "--tx", "popen"]}.get(how, [])
     environment = {"PYTEST_ADDOPTS": "-n auto"} if how == "environment" else {}
     if how in CONFIGURATIONS:
         (tmp_path / how).write_text(CONFIGURATIONS[how])
         arguments = ["-c", str(tmp_path / how), f"--rootdir={ROOT}"]
-    done = pytest_in(ROOT, "suites/perf", *arguments, **environment)
+    done = pytest_in(ROOT, "suites/perf", "--collect-only", *arguments, timeout=60, **environment)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "add `-n 0` where a configuration file or PYTEST_ADDOPTS sets it" in done.stderr
 

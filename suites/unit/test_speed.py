@@ -290,6 +290,15 @@ def test_no_measurement(change: Callable[[Samples], Samples], expected: Verdict,
     assert told in found.message
 
 
+@pytest.mark.parametrize(("held_up", "expected"), [(2.6, Verdict.INCONCLUSIVE), (1.0, Verdict.IMPLAUSIBLE)])
+def test_faster_than_a_probe_that_was_held_up(held_up: float, expected: Verdict) -> None:
+    """Beside a neighbour a row may pass the probe of its launches; what the recorded probe leaves possible, decides."""
+    row = built.scaled(built.run(draw()), candidate=1.0 if held_up > 1 else 0.5, probe=held_up)
+    found = judged(row, runs())
+    assert (found.verdict, found.cause) == (expected, "probe" if held_up > 1 else "candidate")
+    assert "x the copy probe of its launch, at most 1.1 is possible" in found.message
+
+
 # Counts and compile time -------------------------------------------------------------------------------------------
 
 

@@ -80,10 +80,12 @@ class Platform:
         return tuple(files)
 
 
-def _gpu(platform_id: str, vendor: Vendor, arch: str, *device_names: str) -> Platform:
+def _gpu(platform_id: str, vendor: Vendor, arch: str, *device_names: str, calibrated: tuple[str, ...] = ()) -> Platform:
     image = "rocm" if vendor == "amd" else "cuda"
     labels = ("self-hosted", "linux", image, platform_id)
-    return Platform(platform_id, vendor, arch, device_names, image, labels, suites=("numerics", "loss"))
+    return Platform(
+        platform_id, vendor, arch, device_names, image, labels, suites=("numerics", "loss"), calibrated=calibrated
+    )
 
 
 # `OAM` is the module's form factor, `VF` and `HF` are virtual functions in a cloud guest: the same silicon.
@@ -94,7 +96,7 @@ _ROWS = (
     _gpu("mi355x", "amd", "gfx950", r"AMD Instinct MI355X( OAM)?( VF)?"),
     # The SXM modules only: PCIe and NVL boards have other clocks and memory, so they need rows of their own.
     _gpu("h100", "nvidia", "sm_90", r"NVIDIA H100 80GB HBM3"),
-    _gpu("h200", "nvidia", "sm_90", r"NVIDIA H200"),
+    _gpu("h200", "nvidia", "sm_90", r"NVIDIA H200", calibrated=("loss",)),
     _gpu("b200", "nvidia", "sm_100", r"NVIDIA B200"),
     Platform(
         "cpu",

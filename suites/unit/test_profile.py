@@ -175,7 +175,10 @@ def test_three_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "&lt;amax&gt;" in page
     assert "60.0%" in page
     assert "http" not in page, "the page opens without a network"
-    assert share_recovered([read_trace(Path(source)) for source in sources[:2]]) is None
+    traces = [read_trace(Path(source)) for source in sources]
+    assert share_recovered(traces[:2]) is None
+    assert share_recovered(traces[::-1]) is not None
+    assert share_recovered([traces[1], traces[0], traces[2]]) is None, "the second is faster: there is no gap"
 
 
 @pytest.mark.parametrize(

@@ -307,10 +307,12 @@ def page(traces: list[Kernels]) -> str:
     body = [row(heads, "th")]
     largest = max(1e-9, *(time for s in sums for time, _ in s.values()))
     for label in sums[0]:
-        bars = [
-            f'<div class=bar style="width:{s[label][0] / largest * 100:.1f}%"></div>{s[label][0]:,.1f}' for s in sums
+        bars = [  # in em, not in a share of the cell: columns are not equally wide
+            f'<div class=bar style="width:{s[label][0] / largest * 12:.2f}em"></div>{s[label][0]:,.1f}' for s in sums
         ]
         body.append(row([label, *bars, *(f"{s[label][1]:,.1f}" for s in sums)]))
+        if label == "communication" and any(trace.alone_us for trace in traces):
+            body.append(row(["of it alone", *(f"{trace.alone_us:,.1f}" for trace in traces), *("" for _ in traces)]))
     parts = [f"<table>{''.join(body)}</table>"]
     for trace, alone in zip(traces, only_in(traces), strict=True):
         listed = [row(["class", "kernel", "us", "launches"], "th")]
@@ -330,7 +332,7 @@ def page(traces: list[Kernels]) -> str:
     style = (
         "body{font:14px sans-serif;margin:2em}table{border-collapse:collapse;margin:1em 0}"
         "td,th{padding:2px 10px;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"
-        ".bar{height:6px;background:#c33;min-width:1px}td{min-width:6em}"
+        ".bar{height:6px;background:#c33;min-width:1px}"
     )
     return f"<!doctype html><meta charset=utf-8><title>Kernel time</title><style>{style}</style>{''.join(parts)}\n"
 

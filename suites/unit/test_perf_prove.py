@@ -17,7 +17,8 @@ import msgspec
 import pytest
 import torch
 
-from suites.perf import processes, prove, sweep
+from harness import manifest, platforms
+from suites.perf import processes, prove, rows, sweep
 from suites.unit import built_samples as built
 
 CASES = [row.case for row in prove.chosen("e4m3fn")]
@@ -263,6 +264,14 @@ def test_configurations_come_from_the_recorded_sweeps() -> None:
         assert all(sweep.SPACES[op].make(**config, measured="") for config in found)
     assert prove.recorded("grouped_gemm", prove.GEMM[0], "h200")
     assert prove.recorded("rowwise", prove.OPS["rowwise"], "mi350x") == []
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e4m3fnuz"])
+def test_the_short_table_of_speed_is_these_rows(fmt: str) -> None:
+    """What a pull request times is what the proof is of."""
+    chosen = {f"perf/test_speed::test_time[{row.case}]" for row in prove.chosen(fmt)}
+    every = [f"perf/test_speed::test_time[{row.case}]" for row in (*rows.rows(fmt), *rows.trainers(fmt))]
+    assert {one for one in every if manifest.case_matches(one, platforms.SHORT_SPEED)} == chosen
 
 
 def test_the_least_slower_one_is_taken() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
+import dataclasses
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -174,6 +178,55 @@ def test_a_fork_of_a_process_that_has_touched_cuda(
     assert "set FP8CI_PERF_FRESH=1" in capsys.readouterr().err
 
 
+class Gpu:
+    """torch.cuda as far as a launch asks it, on a CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return {"is_available": lambda: True, "current_device": lambda: 0}.get(name, lambda *given: "NVIDIA H200")
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_device_properties(self, where: object) -> Any:
+        return argparse.Namespace(name="NVIDIA H200", uuid="of-a-test")
+
+
+class OnCpu:
+    """torch, whose device is the CPU."""
+
+    cuda = Gpu()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *given: object) -> torch.device:
+        return torch.device("cpu")
+
+
+def test_the_document_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with their parts, an error of one that fails, and when it began and ended."""
+    broken = dataclasses.replace(ROW, case="broken", make=lambda where: 1 / 0)
+    monkeypatch.setattr(launch, "torch", OnCpu())
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(rows, "by_case", lambda fmt: {"small": SMALL["kernel"](), "broken": broken})
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "interleaved", false_samples)
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # of this process, which goes on
+    before = time.monotonic()
+    assert launch.main(["small", "broken", "--out", str(tmp_path / "launch.json")]) == 0
+    document = json.loads((tmp_path / "launch.json").read_text())
+    assert document["errors"] == {"broken": "ZeroDivisionError: division by zero"}
+    assert before <= document["entered"] <= document["ended"] <= time.monotonic()
+    assert list(document["parts"]) == ["cuda", "context", "rows"]
+    spent = sum(document["parts"].values()) + document["waited"]
+    assert spent == pytest.approx(document["ended"] - document["entered"], abs=0.1)
+    (row,) = document["rows"].values()
+    assert list(row["parts"]) == ["data", "load", "warm", "samples", "rest"]
+    assert sum(row["parts"].values()) == pytest.approx(row["seconds"], abs=0.01)
+    assert msgspec.convert({**row, "number": 1}, Launch).parts == row["parts"]
+
+
 def ended(folder: Path, document: dict[str, Any] | None, **how: Any) -> processes.Running:
     """A launch of a row that has ended at second 110, after ten."""
     out = folder / "launch.json"
@@ -238,8 +291,11 @@ def false_samples(
     for one in roles.values():
         for call in one.calls if one is not None else ():
             call()
+    lap("load")
+    lap("warm")
     for _ in range(blocks):
         after_block()
+    lap("samples")
     return {name: timing.Timed(name, (1e6,) * (2 * blocks) if one else ()) for name, one in roles.items()}
 
 

@@ -191,11 +191,6 @@ class TrainConfig:
                 f"expert_parallel is {self.expert_parallel}, which does not divide the {size.experts} experts of model "
                 f"'{self.model}'; expected a divisor; correct --expert-parallel"
             )
-        if self.compile != "none":
-            raise ConfigError(
-                f"compile is {self.compile} with expert_parallel {self.expert_parallel}: how many rows a rank receives "
-                "is read on the host, which no full graph can hold; expected one or the other; drop --compile"
-            )
 
     @property
     def size(self) -> Sizes:

@@ -20,6 +20,7 @@ because nodes can be mixed. Nothing here runs at import: importing this module i
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -151,12 +152,19 @@ def _hardware(device: torch.device | str | int | None) -> tuple[Arch, str]:
             f"device {where} is neither a CPU nor a ROCm or CUDA device; expected cpu or cuda[:n]; "
             f"{OVERRIDE} chooses formats, not devices: move the tensors"
         )
+    index = where.index
+    if index is None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+    return _of_gpu(where, index)
+
+
+@functools.cache  # every launch asks; what a GPU is does not change
+def _of_gpu(where: torch.device, index: int | None) -> tuple[Arch, str]:
     if not torch.cuda.is_available():
         raise UnknownArch(
             f"device {where} was asked for, but torch {torch.__version__} sees no GPU; expected a ROCm or CUDA build "
             f"of torch and a visible device; to simulate a GPU's formats on the CPU set {OVERRIDE}, such as to gfx942"
         )
-    index = torch.cuda.current_device() if where.index is None else where.index
     if torch.version.hip:
         properties = torch.cuda.get_device_properties(index)
         return lookup(properties.gcnArchName), f"gcnArchName of cuda:{index} is {properties.gcnArchName}"

@@ -53,7 +53,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fp8stack.data import random_bits
 from fp8stack.linear import ALIGNMENT, Linear, device_type, wide_dtype
-from fp8stack.moe import MoE, Router, Routing, swiglu
+from fp8stack.moe import MoE, Order, Router, Routing, swiglu
 
 # Names of the modules that stay in high precision, for `convert_to_float8(filter=)`.
 HIGH_PRECISION = ("output",)
@@ -446,6 +446,29 @@ class LatentBlock(nn.Module):
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table)
         normed_BSD = self.ffn_norm(x_BSD)
         return x_BSD + (self.feed_forward(normed_BSD) if self.dense else self.moe(normed_BSD))
+
+    def forward_in_three(self, x_BSD: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """`forward` of a block with experts, cut where rows leave for other ranks: parallel.py compiles the rest."""
+        x_BSD, normed_BSD, rows_RD, *choice = self.until_experts(x_BSD, table)
+        return self.after_experts(x_BSD, normed_BSD, self.through_experts(rows_RD, choice[-1]), *choice)
+
+    def until_experts(self, x_BSD: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The residual stream and its norm, rows in the order of experts, weights, and the order's three tensors."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table)
+        normed_BSD = self.ffn_norm(x_BSD)
+        rows_RD, weights_TK, order = self.moe.dispatched(normed_BSD)
+        return x_BSD, normed_BSD, rows_RD, weights_TK, order.order_R, order.inverse_R, order.offs_E
+
+    def through_experts(self, rows_RD: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
+        """(R,D) -> (R,D)."""
+        return self.moe.through_experts(rows_RD, offs_E)
+
+    def after_experts(
+        self, x_BSD: torch.Tensor, normed_BSD: torch.Tensor, y_RD: torch.Tensor, *choice: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows of experts back in the residual stream. choice: weights, and the order's three tensors."""
+        weights_TK, *order = choice
+        return x_BSD + self.moe.combined(normed_BSD, y_RD, weights_TK, Order(*order))
 
 
 def _blocks(size: Sizes) -> Iterator[nn.Module]:

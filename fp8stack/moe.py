@@ -535,11 +535,15 @@ class GroupedExperts(Convertible):
         w1, w2, w3 = (_held(weight).to(rows_RD.dtype) for weight in (self.w1, self.w2, self.w3))
         if self.plan is None:
             gate_RF, up_RF = high_precision_grouped_mm(rows_RD, (w1, w3), offs_E)
-            (y_RD,) = high_precision_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E)
+            (y_RD,) = high_precision_grouped_mm(self.middle(gate_RF, up_RF), (w2,), offs_E)
         else:
             gate_RF, up_RF = fp8_grouped_mm(rows_RD, (w1, w3), offs_E, self.plan)
-            (y_RD,) = fp8_grouped_mm(swiglu(gate_RF, up_RF), (w2,), offs_E, self.plan)
+            (y_RD,) = fp8_grouped_mm(self.middle(gate_RF, up_RF), (w2,), offs_E, self.plan)
         return y_RD.to(dtype)
+
+    def middle(self, gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
+        """What is between the products: a method, so that it can be a graph where nothing around it is."""
+        return swiglu(gate_RF, up_RF)
 
     def runs(self) -> str | None:
         """The name of the recipe that it runs; see Convertible."""
@@ -889,6 +893,8 @@ def exchanged_experts(
     )
     y_RD = experts(dispatch(arrived, order), order.offs_E)
     returned = _Exchange.apply(_Reorder.apply(y_RD, order.inverse_R, order.order_R), received, sent, group)
+    if used == len(rows_RD):  # with nothing to add, cat would copy it all
+        return returned
     return torch.cat([returned, returned.new_zeros(len(rows_RD) - used, returned.shape[1])])
 
 
@@ -939,17 +945,27 @@ class MoE(nn.Module):
                 f"input has shape {tuple(x.shape)}; expected (..., {dim}), the model width of this layer; check the "
                 "layer before it"
             )
+        rows_RD, weights_TK, order = self.dispatched(x)
+        return self.combined(x, self.through_experts(rows_RD, order.offs_E), weights_TK, order)
+
+    def dispatched(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Order]:
+        """The first third of a forward pass: (..., D) -> rows (R,D) in the order of experts, weights (T,K), order."""
         x_TD = x.reshape(-1, x.shape[-1])
         chosen_TK, weights_TK = self.router(x_TD)
         order = sort_by_expert(chosen_TK, self.router.routing.experts)
-        rows_RD = dispatch(x_TD, order)
+        return dispatch(x_TD, order), weights_TK, order
+
+    def through_experts(self, rows_RD: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
+        """The second: (R,D) -> (R,D), wherever the experts are."""
         if self.group is None:
-            y_RD = self.experts(rows_RD, order.offs_E)
-        else:
-            y_RD = exchanged_experts(rows_RD, order.offs_E, self.experts, self.group)
+            return self.experts(rows_RD, offs_E)
+        return exchanged_experts(rows_RD, offs_E, self.experts, self.group)
+
+    def combined(self, x: torch.Tensor, y_RD: torch.Tensor, weights_TK: torch.Tensor, order: Order) -> torch.Tensor:
+        """The third: rows (R,D) that come from experts, weighted and summed, and x through the shared ones."""
         y_TD = combine(y_RD, weights_TK, order)
         if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
+            y_TD = y_TD + self.shared(x.reshape(-1, x.shape[-1]))
         return y_TD.view(x.shape).to(x.dtype)
 
     @torch.no_grad()

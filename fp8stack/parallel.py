@@ -40,6 +40,12 @@ did not see, or an op that looks like one and is not in `GEMMS`, is an error.
 **Compile.** Each block's forward, as one graph (fullgraph, static shapes). `Compiler.graphs` counts what was compiled;
 a graph beyond the first step's is a recompile. Inductor gets `inductor.options()`, without which its gradients can be
 wrong, silently; whoever compiles by himself passes them too.
+
+Where experts are on other ranks a block is no one graph: how many rows arrive is read on the host, and FSDP2 gathers
+the experts in the middle. So it is cut in three (`cut_blocks`): two graphs, until rows leave and from when they are
+back, and between them the exchange and the experts as they are, but for the plain operators between their products,
+which are a graph that takes any number of rows. Each third is checkpointed by itself; what passes between them is kept,
+and `selective` counts linear GEMMs from one in each.
 """
 
 from __future__ import annotations
@@ -71,7 +77,7 @@ from torch.utils.checkpoint import (
 
 from fp8stack import inductor
 from fp8stack.config import ConfigError
-from fp8stack.models import Transformer
+from fp8stack.models import LatentBlock, Transformer
 from fp8stack.moe import MoE
 
 
@@ -307,6 +313,23 @@ class Decisions:
         return decide
 
 
+# What of a block that is cut in three becomes a graph, and what cannot.
+GRAPHS, EAGER = ("until_experts", "after_experts"), "through_experts"
+
+
+def cut_blocks(blocks: nn.ModuleList) -> None:
+    """Cut the forward of each block with experts in three, in place: for experts on other ranks, and compile."""
+    for block in blocks:
+        if isinstance(block, LatentBlock) and not block.dense:
+            block.forward = block.forward_in_three
+
+
+def _parts(block: nn.Module) -> tuple[str, ...]:
+    """The methods that make up a block's forward, each checkpointed by itself."""
+    cut = isinstance(block, LatentBlock) and block.forward == block.forward_in_three
+    return (*GRAPHS, EAGER) if cut else ("forward",)
+
+
 def checkpoint_activations(blocks: nn.ModuleList, mode: str, compiled: bool) -> Decisions | None:
     """Wrap the forward of each block, in place. mode: none, full or selective. Returns what the policy saw, or None.
 
@@ -316,16 +339,20 @@ def checkpoint_activations(blocks: nn.ModuleList, mode: str, compiled: bool) -> 
         return None
     decisions = Decisions()
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, recompute = create_selective_checkpoint_contexts(decisions.policy(mode == "selective"))
-        if compiled:
-            return forward, recompute
+    def plain() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return create_selective_checkpoint_contexts(decisions.policy(mode == "selective"))
+
+    def marked() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, recompute = plain()
         return _marked(_CHECKPOINTED, forward), _marked(_RECOMPUTED, recompute)
 
     for block in blocks:
-        block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        for part in _parts(block):
+            contexts = plain if compiled and part != EAGER else marked
+            of_block = functools.partial(
+                checkpoint, getattr(block, part), use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
+            setattr(block, part, of_block)
     return decisions
 
 
@@ -496,7 +523,13 @@ def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:
         return None
     compiler = Compiler(backend)
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=compiler, fullgraph=True, dynamic=False)
+        for part in _parts(block):
+            if part != EAGER:
+                compiled = torch.compile(getattr(block, part), backend=compiler, fullgraph=True, dynamic=False)
+                setattr(block, part, compiled)
+            else:  # of its plain operators what is worth it; how many rows there are differs from step to step
+                experts = block.moe.experts
+                experts.middle = torch.compile(experts.middle, backend=compiler, fullgraph=True, dynamic=True)
     return compiler
 
 

@@ -10,6 +10,10 @@ operators; what runs inside a quantiser or a matrix product belongs to that one'
 belongs to the first class of CLASSES whose pattern it matches; kernels that a compiler fused and named itself are
 elementwise. One exception: whatever a quantiser launched is quantisation, as the chain of plain operators
 (kernels/unfused.py) consists of kernels that do many things; their names are marked too.
+
+Kernels of several streams run at once, so the sum of the classes may exceed the wall clock. Of communication, which is
+meant to hide behind the rest, the time is given too in which no kernel of another class ran ("of it alone"); a kernel
+that waits for another rank counts as communication.
 """
 
 from __future__ import annotations
@@ -88,6 +92,7 @@ class Kernels:
     steps: int
     step_us: float
     on_device: bool
+    alone_us: float = 0.0  # in which communication ran and nothing else; on a device
     time_us: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
     launches: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
     kinds: dict[str, str] = field(default_factory=dict)
@@ -126,6 +131,7 @@ def read_trace(source: Path) -> Kernels:
     kernels = Kernels(str(source), steps, sum(float(e["dur"]) for e in marks) / steps, False)
     device = [event for event in spans if event.get("cat") in _DEVICE]
     kernels.on_device = bool(device)
+    kernels.alone_us = _alone(device, "communication") / steps
     for name, kind, time in _kernel_times(device, spans) if device else _self_times(spans):
         kernels.time_us[name] += time
         kernels.launches[name] += 1
@@ -163,6 +169,22 @@ def _kernel_times(device: list[dict[str, Any]], spans: list[dict[str, Any]]) -> 
             kind = "quantisation"
             name = f"{name} (of {_WHOLE[kind]})"
         yield name, kind, time
+
+
+def _alone(device: list[dict[str, Any]], label: str) -> float:
+    """Microseconds in which kernels of a class ran on a device and no other did."""
+    edges = []
+    for event in device:
+        of_label = class_of(str(event["name"])) == label
+        start = float(event["ts"])
+        edges += [(start, 1, of_label), (start + float(event["dur"]), -1, of_label)]
+    running, alone, last = {True: 0, False: 0}, 0.0, 0.0
+    for time, change, of_label in sorted(edges):
+        if running[True] and not running[False]:
+            alone += time - last
+        running[of_label] += change
+        last = time
+    return alone
 
 
 # Classes that what runs inside belongs to, and how its name is marked: elsewhere the same operator is of its own class.
@@ -237,6 +259,8 @@ def table(traces: list[Kernels]) -> str:
     sums = [t.classes() for t in traces]
     for label in sums[0]:
         lines.append(f"{label:16}" + "".join(f"{s[label][0]:>{width},.1f}{s[label][1]:>9,.1f}" for s in sums))
+        if label == "communication" and any(t.alone_us for t in traces):
+            lines.append(f"{'  of it alone':16}" + "".join(f"{t.alone_us:>{width},.1f}{'':9}" for t in traces))
     totals = [tuple(sum(column) for column in zip(*s.values(), strict=True)) for s in sums]
     lines.append(f"{'sum':16}" + "".join(f"{time:>{width},.1f}{count:>9,.1f}" for time, count in totals))
     lines.append(f"{'wall clock':16}" + "".join(f"{t.step_us:>{width},.1f}{'':9}" for t in traces))

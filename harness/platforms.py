@@ -91,11 +91,18 @@ class Platform:
         return tuple(files)
 
 
-def _gpu(platform_id: str, vendor: Vendor, arch: str, *device_names: str, speed: bool = True) -> Platform:
+def _gpu(
+    platform_id: str,
+    vendor: Vendor,
+    arch: str,
+    *device_names: str,
+    speed: bool = True,
+    calibrated: tuple[str, ...] = (),
+) -> Platform:
     image = "rocm" if vendor == "amd" else "cuda"
     labels = ("self-hosted", "linux", image, platform_id)
     suites = ("numerics", "loss", *((SPEED,) if speed else ()))
-    return Platform(platform_id, vendor, arch, device_names, image, labels, suites)
+    return Platform(platform_id, vendor, arch, device_names, image, labels, suites, calibrated)
 
 
 # `OAM` is the module's form factor, `VF` and `HF` are virtual functions in a cloud guest: the same silicon.
@@ -106,7 +113,7 @@ _ROWS = (
     _gpu("mi355x", "amd", "gfx950", r"AMD Instinct MI355X( OAM)?( VF)?"),
     # The SXM modules only: PCIe and NVL boards have other clocks and memory, so they need rows of their own.
     _gpu("h100", "nvidia", "sm_90", r"NVIDIA H100 80GB HBM3", speed=False),
-    _gpu("h200", "nvidia", "sm_90", r"NVIDIA H200"),
+    _gpu("h200", "nvidia", "sm_90", r"NVIDIA H200", calibrated=("loss",)),
     _gpu("b200", "nvidia", "sm_100", r"NVIDIA B200", speed=False),
     Platform(
         "cpu",

@@ -426,8 +426,8 @@ def changes(
             mine = [(version, row) for version, row in rows if row.arch == arch]
             found.append(merge_codegen(folder / arch / baselines.CODEGEN_FILE, arch, mine, complete))
     if with_manifest:
-        records = Journal.read(sources[0].evidence / JOURNAL_FILE).tests.values()
-        executed = [record.id for record in records if record.state == "passed"]
+        journals = [Journal.read(source.evidence / JOURNAL_FILE) for source in sources]
+        executed = [test.id for journal in journals for test in journal.tests.values() if test.state == "passed"]
         found.append(merge_manifest(folder / platform.id / "manifest.txt", executed, suites, complete))
     if not found:
         raise MissingError(

@@ -21,6 +21,8 @@ Traffic of cast_saturating (bf16 in): reads 2 bytes and writes 1 an element.
 Not here: scales for GEMMs, reductions.
 """
 
+import functools
+
 import torch
 
 from fp8stack import _triton, device, formats
@@ -42,6 +44,11 @@ INPUTS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 def constants(fmt: formats.Format, target: str) -> dict[str, object]:
     """The constexpr arguments of encode, by parameter name, for a format on a target (an arch name)."""
+    return dict(_constants(fmt, target))
+
+
+@functools.cache  # every launch asks
+def _constants(fmt: formats.Format, target: str) -> dict[str, object]:
     native = not _triton.INTERPRETING and _triton.native_cast(target, fmt.name)
     return {
         "MAX": fmt.max,

@@ -208,8 +208,8 @@ def _torch(a, b, inverse_scale_a, inverse_scale_b, out_dtype, bias, granularity,
         return _torch_blocks(a, b, inverse_scale_a, inverse_scale_b, out_dtype, bias, granularity)
     if granularity == "row":
         # torch refuses a row scale beside a tensor scale.
-        inverse_scale_a = inverse_scale_a.expand(a.shape[0]).unsqueeze(1).contiguous()
-        inverse_scale_b = inverse_scale_b.expand(b.shape[1]).unsqueeze(0).contiguous()
+        inverse_scale_a = _each(inverse_scale_a, a.shape[0]).view(-1, 1)
+        inverse_scale_b = _each(inverse_scale_b, b.shape[1]).view(1, -1)
         if out_dtype != torch.bfloat16:
             raise ValueError(
                 f"out_dtype is {out_dtype}; torch's product with a scale for each row gives bfloat16 only; take "
@@ -224,6 +224,11 @@ def _torch(a, b, inverse_scale_a, inverse_scale_b, out_dtype, bias, granularity,
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
     )
+
+
+def _each(scale: torch.Tensor, count: int) -> torch.Tensor:
+    """One scale for each of `count` rows, contiguous; nothing is launched where it is so already."""
+    return (scale if scale.numel() == count else scale.expand(count)).contiguous()
 
 
 # What cuBLASLt reads scales of 128 in: four of them are 16 bytes.

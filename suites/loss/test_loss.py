@@ -68,7 +68,7 @@ ON_A_CPU, ON_A_GPU = pytest.mark.requires("vendor:cpu"), pytest.mark.requires(gp
 # Mean of the last 20 losses, nats, by model. A model that knows only which 256 symbols exist is at 5.55, one that also
 # knows the 20 successors of each at 2.69. Recorded curves of tiny models end near 3.33, of llama3-debug (H200) at 2.97
 # and of dsv3-debug at 3.26.
-LEARNT_BY = {"llama3-tiny": 3.6, "dsv3-tiny": 3.6, "llama3-debug": 3.3, "dsv3-debug": 3.6}
+LEARNT_BY = {"llama3-tiny": 3.6, "dsv3-tiny": 3.6, "llama3-debug": 3.3, "dsv3-debug": 3.4}
 
 
 def configuration(**changes: Any) -> TrainConfig:

@@ -1,7 +1,9 @@
-"""Bodies of tests that need several gloo ranks, and the function that runs them.
+"""Bodies of tests that need several ranks, and the function that runs them: gloo on a CPU, NCCL on GPUs.
 
 Starting a rank costs an import of torch, seconds; so ranks are forked from a server that has imported it, and each body
-asks many questions at once. A body lives here, not in its test module, because the child imports it by name.
+asks many questions at once. A body lives here, not in its test module, because the child imports it by name. The server
+never touches a GPU, so a rank may, whatever the process that asks has done: `device="cuda"` in a configuration is the
+GPU of the rank's number.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SECONDS = 480.0
 
 
 def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
-    """body(rank, *arguments) in `ranks` processes of one gloo group; what each returned, in order.
+    """body(rank, *arguments) in `ranks` processes of one group; what each returned, in order.
 
     Raises RuntimeError with a rank's traceback, or saying how it died.
     """
@@ -69,6 +71,9 @@ def _rank(rank: int, ranks: int, port: int, answers: Any, body: Callable[..., An
         answers.put((rank, True, body(rank, *arguments)))
     except BaseException:
         answers.put((rank, False, traceback.format_exc()))
+    else:
+        if torch.cuda.is_initialized() and torch.distributed.is_initialized():  # NCCL complains of an exit without
+            torch.distributed.destroy_process_group()
 
 
 def hashes(model: Any) -> dict[str, float]:
@@ -288,6 +293,40 @@ def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
     answers = [dryrun.measure(config, ranks, device_type, make) for config, ranks, device_type in cases]
     assert not dist.is_initialized()
     return [(answer.collectives, answer.memory, answer.moments, answer.recomputed) for answer in answers]
+
+
+def compiled_experts(rank: int, config: Any) -> Any:
+    """As judged_curve, of an aot_eager run and its graphs, recompiles and products recomputed; and of a plain run."""
+    from fp8stack.train import Trainer, run
+
+    trainer = Trainer(dataclasses.replace(config, compile="aot_eager"))
+    again: list[int] = []
+    result = trainer.run(lambda record: again.append(trainer.measured["recompiles"]))
+    plain = run(config)
+    found = [[dataclasses.astuple(r) for r in one.steps] for one in (result, plain)]
+    return found, result.digests == plain.digests, trainer.compiler.graphs, again, trainer.gemms.recomputed
+
+
+def loss_file(rank: int, config: Any, case: str) -> dict[str, Any]:
+    """The loss file of a run on these ranks."""
+    from fp8stack.train import run
+
+    return run(config).loss_file(case)
+
+
+def first_gradients(rank: int, cases: list[tuple[Any, bool]]) -> list[tuple[float, dict[str, list[float]]]]:
+    """Loss and gradient digests of the first step of each configuration; True: products in float32 and not in bf16."""
+    import torch
+
+    from fp8stack import models, train
+
+    found = []
+    for config, in_float32 in cases:
+        dtype = torch.float32 if in_float32 else torch.bfloat16
+        train.Transformer = lambda size, dtype=dtype: models.Transformer(size, dtype)
+        result = train.Trainer(config).run()
+        found.append((result.steps[0].loss, result.digests["1"]))
+    return found
 
 
 def judged_curve(rank: int, config: Any) -> Any:

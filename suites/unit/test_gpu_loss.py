@@ -6,9 +6,10 @@ differ as those of larger ones do.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,12 @@ def of_run(row: LossRun) -> dict[str, Any]:
     }
 
 
-def evidence(folder: Path, nudges: int, changed: Mapping[str, Mapping[str, Any]] | None = None) -> Built:
+def evidence(
+    folder: Path,
+    nudges: int,
+    changed: Mapping[str, Mapping[str, Any]] | None = None,
+    only: Callable[[str], bool] = lambda case: True,
+) -> Built:
     """The folder of a run of the loss suite on an H200, with the nudged runs that a recording asks for."""
     built = Built(folder, suites=("loss",))
     built.run |= {"platform": "h200", "platform_reason": "auto found NVIDIA H200", "arch": "sm_90"}
@@ -79,6 +85,8 @@ def evidence(folder: Path, nudges: int, changed: Mapping[str, Mapping[str, Any]]
         **curves,
         SHARED: lambda nudge=0: of_run(recorded(SHARED, nudge)) | {"arch": "sm_90"},
     }.items():
+        if not only(case):
+            continue
         content = content_of() | dict((changed or {}).get(case, {}))
         files = [f"losses/nudged/{case}-{nudge}.json" for nudge in range(1, nudges + 1)]
         for nudge, name in enumerate(files, 1):
@@ -132,6 +140,21 @@ def test_one_evidence_folder_is_a_whole_recording(checkout: Path) -> None:
     assert set(record.lint(checkout)) == {copied}
 
 
+def test_two_recordings_are_one(checkout: Path, tmp_path: Path) -> None:
+    """Halves of the curves, recorded side by side on two GPUs: the baseline and the manifest of the whole."""
+    root = tmp_path / "halves"
+    shared = Path("baselines") / SECOND_OPINION / baselines.LOSS_FILE
+    (root / "suites").mkdir(parents=True)
+    (root / shared.parent).mkdir(parents=True)
+    shutil.copyfile(checkout / shared, root / shared)
+    tiny = evidence(tmp_path / "tiny", NUDGES, only=lambda case: case == SHARED).write()
+    debug = evidence(tmp_path / "debug", NUDGES, only=lambda case: case != SHARED).write()
+    sources = ["--from", str(tiny), "--from", str(debug)]
+    assert cli.main(["baseline", "record", *sources, "--suite", "loss", "--manifest", "--root", str(root)]) == 0
+    for name in ("manifest.txt", "loss.json"):
+        assert (root / "baselines/h200" / name).read_text() == (checkout / "baselines/h200" / name).read_text()
+
+
 def test_as_recorded_is_green(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Four curves pass, FP8 is compared with bf16, the shared curve with the CPU's; `fp8ci gate` says so."""
     judgement = judged(checkout, tmp_path / "run")
@@ -182,8 +205,18 @@ def test_the_second_opinion_fires(checkout: Path, tmp_path: Path) -> None:
     assert verdicts(judgement)["llama3-debug-bf16"][0] == "PASS"
 
 
-def test_without_a_baseline_it_is_uncalibrated(checkout: Path, tmp_path: Path) -> None:
-    """Listed, never called a pass; FP8 against bf16 and the second opinion are judged all the same."""
+def test_without_its_baseline_it_is_red(checkout: Path, tmp_path: Path) -> None:
+    """An H200 is calibrated: a checkout that has lost the curves cannot judge, and says so."""
+    (checkout / "baselines/h200/loss.json").unlink()
+    judgement = judged(checkout, tmp_path / "run")
+    assert judgement.exit_code == 5
+    assert {verdict for verdict, _ in verdicts(judgement).values()} == {"NO_BASELINE"}
+
+
+def test_without_a_baseline_it_is_uncalibrated(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a platform that is not: listed, never called a pass; FP8 against bf16 and the second opinion are judged."""
+    uncalibrated = {**PLATFORMS, "h200": dataclasses.replace(H200, calibrated=())}
+    monkeypatch.setattr("harness.platforms.PLATFORMS", uncalibrated)
     (checkout / "baselines/h200/loss.json").unlink()
     judgement = judged(checkout, tmp_path / "run")
     assert judgement.exit_code == 0

@@ -331,6 +331,23 @@ def test_compiled_experts() -> None:
     assert bool(biases[0].any())
 
 
+def test_compiled_experts_on_other_ranks() -> None:
+    """A block with experts is two graphs around the exchange and one within it, for any rows; numbers are the eager's.
+
+    Of a dense block selective recomputes 4 of 8 linears (5 of latent attention, 3 of its feed-forward); of one with
+    experts 2 of 5 before the exchange, then 1 of 3, and 1 of 3 of the shared ones.
+    """
+    config = dataclasses.replace(EXPERTS, recipe="rowwise", recompute="selective", expert_parallel=2, steps=3)
+    one, other = ranks.run_ranks(ranks.compiled_experts, config)
+    assert one[0] == other[0]
+    (compiled, plain), same_digests, graphs, again, recomputed = one
+    assert compiled == plain
+    assert same_digests
+    assert graphs == 4
+    assert again == [0, 0, 0]
+    assert recomputed == 4 + 2 + 1 + 1
+
+
 def test_ranks_must_divide_the_batch() -> None:
     """A batch that ranks and microbatches do not divide is refused by the option's name."""
     with pytest.raises(train.ConfigError, match=r"batch 8 .* 3 ranks.*--batch"):

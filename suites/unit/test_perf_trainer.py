@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -135,6 +139,61 @@ def test_verdicts(run: Run, told: list[str]) -> None:
     assert base.runs == 2
     assert [line for line in row.below if not any(words in line for words in told)] == []
     assert len(row.below) == len(told)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        pytest.param({"seq": 8192, "batch": 2}, ["bf16 has 8,300 tokens/s a GPU, bar 8,390"], id="whole"),
+        pytest.param({"seq": 8192, "batch": 2, "layers": 16}, [], id="trimmed"),
+        pytest.param({"seq": 4096, "batch": 4}, [], id="short"),
+    ],
+)
+def test_verdicts_of_two_ranks(config: dict[str, int], told: list[str]) -> None:
+    """Bars of their own; and bf16 itself must be fast, where model and sequence are those of the bar."""
+    step = 8192 / 8300
+    runs = [run_of("bf16", step), run_of("rowwise", step / 1.21), run_of("tensorwise", step / 1.30)]
+    runs[0].config = config
+    below = [row.below for row in trainer.summaries(runs, "llama3-8b", 2)]
+    assert below == [told, ["rowwise is 1.210x bf16, bar 1.22"], []]
+    assert re.search(r"^rowwise .* 1\.210 +1\.22 +1\.30 ", trainer.render(runs, "llama3-8b", 2), re.MULTILINE)
+
+
+# A rank that fails in the second step of its second run, while the other waits for its gradients.
+ONE_FAILS = """
+import os, sys
+from suites.perf import trainer
+
+genuine = trainer.Clocked._gradients
+
+def broken(self, parts, valid):
+    if os.environ["RANK"] == "1" and self.config.recipe == "rowwise" and self.step == 1:
+        raise RuntimeError("out of memory")
+    return genuine(self, parts, valid)
+
+trainer.Clocked._gradients = broken
+sys.exit(trainer.main(sys.argv[1:]))
+"""
+
+
+def test_one_of_two_ranks_fails(tmp_path: Path) -> None:
+    """All end at once with exit 1, long before a collective would give up; what was measured before is written."""
+    script, out = tmp_path / "one_fails.py", tmp_path / "out"
+    script.write_text(ONE_FAILS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    arguments = [*TINY, "--batch", "1", "--model", "llama3-tiny", "--recipes", "bf16,rowwise", "--no-profile"]
+    done = subprocess.run(
+        [*command, *arguments, "--out", str(out)],
+        capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    document = json.loads((out / "trainer.json").read_text())
+    assert document["provenance"]["ranks"] == 2
+    run, *cut = document["runs"]
+    assert (run["variant"], run["failed"], run["tokens_a_step"]) == ("bf16", None, 16)
+    assert all(run["failed"] for run in cut), "gloo may tell rank 0 that the other is gone before torchrun ends it"
+    assert (out / "FAILED-rank1").read_text() == "run 2, rowwise: RuntimeError: out of memory\n"
 
 
 def test_share_of_the_gap() -> None:

@@ -91,6 +91,21 @@ def test_a_gpu_trace(tmp_path: Path) -> None:
     assert sum(time for time, _ in classes.values()) == 335.0
 
 
+def test_communication_alone(tmp_path: Path) -> None:
+    """What no kernel of another class hides, on whatever stream: 40 before, 10 between, none beside and 20 after."""
+    nccl = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    events = [
+        _kernel(nccl, 0, 100), _kernel(nccl, 20, 90), _kernel("nvjet_a", 40, 30), _kernel("_scale_kernel", 60, 20),
+        _kernel("nvjet_a", 90, 60), _kernel(nccl, 120, 50),
+    ]  # fmt: skip
+    found = read_trace(_write(tmp_path / "a", events, steps=1))
+    assert found.classes()["communication"] == (240.0, 3.0)
+    assert found.alone_us == 40 + 10 + 20
+    rows = [line.split() for line in table([found]).splitlines()]
+    assert ["of", "it", "alone", "70.0"] in rows
+    assert "alone" not in table([read_trace(_write(tmp_path / "b", events[2:5], steps=1))])
+
+
 def test_kernels_of_a_quantiser(tmp_path: Path) -> None:
     """A kernel is quantisation if the operator that launched it ran inside a quantiser, on the same thread."""
 

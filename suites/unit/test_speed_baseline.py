@@ -165,6 +165,7 @@ def test_the_rows_of_several_folders_are_one_table(tmp_path: Path, capsys: pytes
     assert {row.test for row in samples.load(root / "baselines/h200/perf.json", "h200").rows} == {
         built.TEST, TRAINER_TEST,
     }  # fmt: skip
+    write_manifest(root / "baselines/h200/manifest.txt", [built.TEST, TRAINER_TEST])
     for half, test in zip(halves, (built.TEST, TRAINER_TEST), strict=False):
         results = gate.judge(half, root / "baselines").results
         assert [(result.id, result.verdict) for result in results] == [(test, Verdict.PASS)]

@@ -468,10 +468,6 @@ BAD = {
         ["--model", "dsv3-tiny", "--expert-parallel", "8", "--dry-run", "--world-size", "4"],
         "--expert-parallel",
     ),
-    "expert-parallel-compile": (
-        ["--model", "dsv3-tiny", "--expert-parallel", "2", "--compile", "inductor"],
-        "drop --compile",
-    ),
     "batch-of-ranks": (["--dry-run", "--world-size", "3"], "--batch"),
 }
 

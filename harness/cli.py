@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--against", metavar="BASE", help="perf: launch this commit in turns with its merge base with BASE"
     )
+    run.add_argument(
+        "--speed", choices=("short", "long"), default="long", help="perf: the rows of a pull request, or all (default)"
+    )
     run.add_argument("--quiet", action="store_true", help="no progress on stderr")
     run.set_defaults(call=_run)
 
@@ -282,6 +285,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.retries < 0:
         raise UsageError(f"--retries is {options.retries}", "0 or more", "correct it")
     root = _root(options.root)
+    if options.speed == "short" and options.case is not None:
+        raise UsageError("--speed short and --case exclude each other", "one of them", "both say which rows run")
     _alone(_suites(options.suite), options.pytest_args, options.against)
     if where == "docker":
         if options.against is not None:
@@ -319,6 +324,7 @@ def _request(options: argparse.Namespace, root: Path, platform: Platform, reason
         platform_reason=reason,
         suites=_suites(options.suite),
         case=options.case,
+        speed=options.speed,
         out=options.out,
         pytest_args=options.pytest_args,
         policy=options.policy or policy_of(os.environ),

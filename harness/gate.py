@@ -55,7 +55,7 @@ from harness.errors import (
 )
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal import Journal, TestRecord
-from harness.platforms import SECOND_OPINION, Platform
+from harness.platforms import SECOND_OPINION, SPEED, Platform, SpeedTable, case_of
 from harness.platforms import get as get_platform
 from harness.result import Judgement, Result, suite_rank
 
@@ -158,10 +158,12 @@ class _Evidence:
     baselines: Path
     suites: tuple[str, ...]
     case: str | None
+    speed: SpeedTable
 
     def selected(self, test_id: str) -> bool:
         """Whether the run was asked to run this test."""
-        return test_id.partition("/")[0] in self.suites and manifest.case_matches(test_id, self.case)
+        suite = test_id.partition("/")[0]
+        return suite in self.suites and manifest.case_matches(test_id, case_of(suite, self.case, self.speed))
 
     @property
     def day(self) -> datetime.date:
@@ -194,6 +196,7 @@ def judge(evidence: Path, baselines_root: Path | None = None, whole: bool = Fals
         baselines=baselines_root if baselines_root is not None else evidence / JUDGED_WITH,
         suites=tuple(str(suite) for suite in run["suites"]),
         case=run.get("case"),
+        speed="short" if run.get("speed") == "short" else "long",
     )
     notes: list[str] = []
     results = _journaled(found)
@@ -617,7 +620,9 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
     for suite in found.suites:
         if suite in found.platform.suites and not any(test_id.startswith(f"{suite}/") for test_id in listed_ids):
             what = f"baselines/{found.platform.id}/manifest.txt lists no test of {suite}: nothing says what must run"
-            absent.append(deaths.suite_result(suite, "manifest", Verdict.NO_BASELINE, what))
+            measures = suite == SPEED and SPEED not in found.platform.calibrated
+            verdict = Verdict.UNCALIBRATED if measures else Verdict.NO_BASELINE
+            absent.append(deaths.suite_result(suite, "manifest", verdict, what))
     required = [test_id for test_id in listed_ids if found.selected(test_id)]
     positions = {result.id: position for position, result in enumerate(results)}
     died = {suite: death for suite in found.suites if (death := deaths.of_suite(found.journal, suite, found.folder))}
@@ -680,7 +685,13 @@ def _narrowed(found: _Evidence) -> Iterator[Result]:
         what = f"the run selected the cases {found.case!r}; all of them must run"
         yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
         return
+    short = SPEED in found.suites and found.speed == "short"
+    if short and found.run["policy"] == MAIN:
+        what = "the run selected the short table of speed; on main all rows must run"
+        yield deaths.suite_result(SPEED, "rows", Verdict.MISSING, what)
     for suite in found.suites:
+        if short and suite == SPEED and not found.run.get("pytest_args"):
+            continue  # what was deselected are the other rows
         if suite in found.journal.uncounted:
             what = "nobody counted how many tests pytest's own arguments deselected; all must run"
             yield deaths.suite_result(suite, "deselected", Verdict.MISSING, what)

@@ -26,7 +26,7 @@ from typing import Literal
 from harness import capabilities, journal, ledger, manifest, platforms
 from harness.errors import UsageError
 from harness.executor import Command, Executor, Place, here
-from harness.platforms import DEVICES_VARIABLE, Execution, Platform
+from harness.platforms import DEVICES_VARIABLE, Execution, Platform, SpeedTable
 
 SHORT = 8.0
 """Seconds of expected work below which one process beats the start of several."""
@@ -90,11 +90,13 @@ def lanes(
     cores: int | None = None,
     collect_only: bool = False,
     place: Place | None = None,
+    speed: SpeedTable = "long",
 ) -> Lanes:
     """The jobs of a run, laid into lanes.
 
     `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else, `place` is where
-    they will run (default: here). On a GPU there is one lane: two suites at once would share the device.
+    they will run (default: here), `speed` the table of the perf suite. On a GPU there is one lane: two suites at once
+    would share the device.
     """
     asked = (environment or {}).get("OMP_NUM_THREADS", "")
     # Processes with threads of their own get cores of their own: two of two on two cores take thirty times as long.
@@ -118,6 +120,7 @@ def lanes(
         max(1, available // processes),
         collect_only,
         place or here(),
+        None if case is not None else speed,
     )
     order = {suite: position for position, suite in enumerate(suites)}
     return tuple(
@@ -159,6 +162,7 @@ class _JobMaker:
     threads: int
     collect_only: bool
     place: Place
+    speed: SpeedTable | None
 
     def job(self, suite: str, workers: int) -> Job:
         execution = platforms.EXECUTION[self.platform.vendor, suite]
@@ -173,6 +177,8 @@ class _JobMaker:
             argv += ["--capture=sys"]
         # One broken file must not take the results of the others along: it is red by itself, and its ids are missing.
         argv += ["--continue-on-collection-errors", *plugin, "--fp8-suite", suite, *self.options]
+        if self.speed and (rows := platforms.case_of(suite, None, self.speed)):
+            argv += ["--fp8-case", rows]
         if self.collect_only:
             argv += ["--collect-only"]
         elif workers > 1 and not own_workers:

@@ -33,6 +33,17 @@ Vendor = Literal["amd", "nvidia", "cpu"]
 Share = Literal["cores", "gpus", "one"]
 
 
+SPEED = "perf"
+"""The suite that measures. Rows of a platform that is not calibrated for it are UNCALIBRATED: never red, no pass."""
+
+SpeedTable = Literal["short", "long"]
+SHORT_SPEED = (
+    "rowwise-*-bf16-m32768-k7168,colwise-*-bf16-m32768-n7168-e32,experts-*-bf16-e32-n2048-k7168,"
+    "rowwise-*-bf16-m16640-k2048,grouped_gemm-forward-*-e32-m32768-k7168-n2048,"
+    "linear-rowwise_with_gw_hp-*-m8192-k4096-n14336"
+)
+"""The rows of the short table, as `--case` takes them: what a pull request has time for. The others are nightly."""
+
 SECOND_OPINION = "cpu"
 """The platform whose curve in high precision a shared one is held against everywhere else."""
 
@@ -72,7 +83,7 @@ class Platform:
         files = [f"{self.id}/manifest.txt", "waivers.toml"]
         if "codegen" in self.suites:
             files += [f"{arch}/codegen.json" for arch in self.codegen_archs]
-        files += [f"{self.id}/{suite}.json" for suite in self.suites if suite not in ("codegen", "numerics")]
+        files += [f"{self.id}/{suite}.json" for suite in self.suites if suite not in ("codegen", "numerics", SPEED)]
         if self.vendor != "cpu":  # speed is judged wherever somebody asks for it
             files += [f"{self.id}/perf.json", f"{self.id}/published.json"]
         if "loss" in self.suites and self.id != SECOND_OPINION:
@@ -80,12 +91,18 @@ class Platform:
         return tuple(files)
 
 
-def _gpu(platform_id: str, vendor: Vendor, arch: str, *device_names: str, calibrated: tuple[str, ...] = ()) -> Platform:
+def _gpu(
+    platform_id: str,
+    vendor: Vendor,
+    arch: str,
+    *device_names: str,
+    speed: bool = True,
+    calibrated: tuple[str, ...] = (),
+) -> Platform:
     image = "rocm" if vendor == "amd" else "cuda"
     labels = ("self-hosted", "linux", image, platform_id)
-    return Platform(
-        platform_id, vendor, arch, device_names, image, labels, suites=("numerics", "loss"), calibrated=calibrated
-    )
+    suites = ("numerics", "loss", *((SPEED,) if speed else ()))
+    return Platform(platform_id, vendor, arch, device_names, image, labels, suites, calibrated)
 
 
 # `OAM` is the module's form factor, `VF` and `HF` are virtual functions in a cloud guest: the same silicon.
@@ -95,9 +112,9 @@ _ROWS = (
     _gpu("mi350x", "amd", "gfx950", r"AMD Instinct MI350X( OAM)?( VF)?"),
     _gpu("mi355x", "amd", "gfx950", r"AMD Instinct MI355X( OAM)?( VF)?"),
     # The SXM modules only: PCIe and NVL boards have other clocks and memory, so they need rows of their own.
-    _gpu("h100", "nvidia", "sm_90", r"NVIDIA H100 80GB HBM3"),
+    _gpu("h100", "nvidia", "sm_90", r"NVIDIA H100 80GB HBM3", speed=False),
     _gpu("h200", "nvidia", "sm_90", r"NVIDIA H200", calibrated=("loss",)),
-    _gpu("b200", "nvidia", "sm_100", r"NVIDIA B200"),
+    _gpu("b200", "nvidia", "sm_100", r"NVIDIA B200", speed=False),
     Platform(
         "cpu",
         "cpu",
@@ -210,6 +227,11 @@ def select_suites(platform: Platform, names: tuple[str, ...]) -> tuple[str, ...]
                 f"there is no suite {name!r} on {platform.id}", f"some of {', '.join(possible)}", "correct --suite"
             )
     return tuple(suite for suite in possible if suite in (names or platform.suites))
+
+
+def case_of(suite: str, case: str | None, speed: SpeedTable) -> str | None:
+    """What is selected of a suite, as `--case` takes it: the short table of speed names its rows itself."""
+    return SHORT_SPEED if suite == SPEED and speed == "short" and case is None else case
 
 
 PROBE_DEADLINE = 120.0

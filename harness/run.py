@@ -38,7 +38,7 @@ from harness.errors import DiskError, HarnessError, InterruptedRun, UsageError
 from harness.executor import Command, Ended, Executor, Place
 from harness.local import LocalExecutor
 from harness.plan import Job, Lanes
-from harness.platforms import Platform
+from harness.platforms import Platform, SpeedTable
 
 SCHEMA = 1
 RUN_FILE = "run.json"
@@ -59,9 +59,9 @@ _OWN_FOLDERS = ("logs", "losses", "isa", "samples", "charts", JUDGED_WITH)
 class RunRequest:
     """What to run. Empty `suites` are those that must run on the platform.
 
-    `case` is what `--case` takes (manifest.case_matches), `out` the evidence folder (default:
-    evidence/<platform>-<UTC time>-<run id> in the checkout), `pytest_args` go to every suite's pytest, `env_overrides`
-    win over everything the platform sets.
+    `case` is what `--case` takes (manifest.case_matches), `speed` the table of the perf suite, `out` the evidence
+    folder (default: evidence/<platform>-<UTC time>-<run id> in the checkout), `pytest_args` go to every suite's pytest,
+    `env_overrides` win over everything the platform sets.
     `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
     `machine_failed` says of an evidence folder and a suite whether the machine ended its last attempt: then, and only
     then, the suite runs again, up to `retries` times; every attempt stays in the journal.
@@ -74,6 +74,7 @@ class RunRequest:
     platform_reason: str
     suites: tuple[str, ...] = ()
     case: str | None = None
+    speed: SpeedTable = "long"
     out: Path | None = None
     pytest_args: tuple[str, ...] = ()
     policy: str = "pull-request"
@@ -275,6 +276,7 @@ def _describe(
         "arch_reason": machine.reason,
         "suites": list(suites),
         "case": request.case,
+        "speed": request.speed,
         "pytest_args": list(request.pytest_args),
         "policy": request.policy,
         "commit": commit,
@@ -327,6 +329,7 @@ def _lanes(
         gpus=machine.gpus,
         cores=request.cores,
         place=request.place,
+        speed=request.speed,
     )
 
 

@@ -47,6 +47,8 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     device: str = ""
     started: str = ""
     seconds: float = 0.0
+    parts: dict[str, float] = {}
+    """Seconds of what these consist of: data, load (compiled code, and all called once), warm, samples, rest."""
     input_spread: float | None = None
     """Standard deviation of the data that was timed; None where a row has none."""
     calls: int = 1

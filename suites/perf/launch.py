@@ -1,8 +1,9 @@
 """One launch of the perf suite, a fresh process: `python -m suites.perf.launch --out FILE CASE ...`.
 
 Holds the device's lock, so that two launches never share it; takes the cases one after the other, and after each writes
-all that it has so far: a launch that dies keeps the rows before. One JSON object: {tree, commit, device, rows: {case:
-fields of harness.samples.Launch}, errors: {case: message}, waited: seconds until the device was free}.
+all that it has so far: a launch that dies keeps the rows before. One JSON object: {tree, device, rows: {case: fields of
+harness.samples.Launch}, errors: {case: message}, waited: seconds until the device was free, parts: seconds of cuda,
+context and rows, entered and ended: when, as time.monotonic(); before `entered` are the process and its imports}.
 
     --kind time      blocks of probe, reference, candidate, candidate, reference, probe (timing.interleaved)
     --kind counts    kernels that a call launches and host synchronisations that it makes, warm, as the profiler saw
@@ -24,7 +25,6 @@ import datetime
 import fcntl
 import gc
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -39,7 +39,7 @@ import torch
 
 import fp8stack
 from fp8stack import device
-from suites.perf import clocks, rows, timing
+from suites.perf import clocks, processes, rows, timing
 
 COMPILE_DEADLINE = 600.0
 TIMER_NS = 500.0  # of device events: both vendors' documentation says half a microsecond
@@ -54,11 +54,29 @@ def device_lock(name: str) -> Iterator[None]:
         yield
 
 
+class Laps:
+    """Seconds of each part of some work, one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        """The part of that name ends here."""
+        now = time.monotonic()
+        self.seconds[name] = round(now - self._last, 3)
+        self._last = now
+
+
 def timed(row: rows.Row, where: torch.device, warm_up: float = timing.WARM_UP_SECONDS) -> dict[str, Any]:
     """One row's samples, after so many seconds of busy warm-up."""
+    lap = Laps()
     torch._dynamo.reset()
     made = row.make(where)
     probe, _ = rows.probe(row.probe, where)
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    lap("data")
     watch = clocks.Watch.of(where)
     before = watch.read()
     held: list[bool] = []
@@ -66,7 +84,7 @@ def timed(row: rows.Row, where: torch.device, warm_up: float = timing.WARM_UP_SE
     def after_block() -> None:
         held.append(watch.held_down())
 
-    found = timing.interleaved(made.candidate, made.reference, probe, row.blocks, warm_up, after_block)
+    found = timing.interleaved(made.candidate, made.reference, probe, row.blocks, warm_up, after_block, lap)
     after = watch.read()
     return {
         "candidate": list(found["candidate"].ns),
@@ -77,6 +95,7 @@ def timed(row: rows.Row, where: torch.device, warm_up: float = timing.WARM_UP_SE
                    for name, value in one.items()},
         "calls": timing.calls_of(made.candidate),
         "input_spread": made.input_spread,
+        "parts": lap.seconds,
     }  # fmt: skip
 
 
@@ -143,7 +162,7 @@ def compiled(row: rows.Row) -> dict[str, Any]:
     """Seconds of the first call with empty caches, in a child process."""
     with tempfile.TemporaryDirectory(prefix="fp8ci-cache-") as folder:
         caches = {name: folder for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-        command = [sys.executable, "-P", "-m", "suites.perf.launch", "--first-call", row.case]
+        command = [sys.executable, "-m", "suites.perf.launch", "--first-call", row.case]
         done = subprocess.run(
             command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=COMPILE_DEADLINE, check=False
         )
@@ -199,7 +218,7 @@ def prepare_all(cases: Sequence[str], jobs: int) -> None:
     alone = [case for case in cases if case.startswith("trainer-")]
     for some, count in (([case for case in cases if case not in alone], jobs), (alone, 1)):
         if some:
-            with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+            with concurrent.futures.ProcessPoolExecutor(count, processes.forks()) as pool:
                 for problem in pool.map(prepare, some):
                     if problem:
                         print(problem, flush=True)
@@ -213,6 +232,8 @@ def taken(row: rows.Row, kind: str, where: torch.device, first: bool = False) ->
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     seconds = time.perf_counter() - begun
+    if "parts" in fields:
+        fields["parts"]["rest"] = round(seconds - sum(fields["parts"].values()), 3)
     print(f"{row.case} {kind} {seconds:.2f} s", file=sys.stderr, flush=True)
     return {**fields, "started": started, "seconds": seconds, "device": torch.cuda.get_device_name(where)}
 
@@ -220,12 +241,17 @@ def taken(row: rows.Row, kind: str, where: torch.device, first: bool = False) ->
 def keep(document: dict[str, Any], case: str, told: dict[str, Any] | str, out: Path) -> None:
     """Put a row into the document, and the document into its file."""
     document["errors" if isinstance(told, str) else "rows"][case] = told
+    save(document, out)
+
+
+def save(document: dict[str, Any], out: Path) -> None:
     temporary = out.with_suffix(".part")
     temporary.write_text(json.dumps(document), encoding="utf-8")
     temporary.replace(out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    entered, lap = time.monotonic(), Laps()
     parser = argparse.ArgumentParser(prog="python -m suites.perf.launch", description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--kind", choices=("time", "counts", "compile"), default="time")
@@ -234,6 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that --prepare (default: 1)")
     parser.add_argument("--first-call", metavar="CASE", help="print the seconds of its first call, and stop")
     options = parser.parse_args(argv)
+    if torch.cuda._is_in_bad_fork():
+        print("this process is a fork of one that had touched CUDA; expected a device; "
+              f"set {processes.FRESH_VARIABLE}=1, for launches that are no forks", file=sys.stderr)  # fmt: skip
+        return 4
     if not torch.cuda.is_available():
         print("no GPU is visible; speed is measured on one; run this on a GPU", file=sys.stderr)
         return 4
@@ -259,10 +289,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": {},
         "errors": {},
         "waited": 0.0,
+        "parts": lap.seconds,
+        "entered": entered,
     }
-    waiting = time.perf_counter()
+    gc.collect()
+    gc.freeze()  # what has been imported stays: no row need look through it for garbage
+    lap("cuda")
     with device_lock(str(getattr(name, "uuid", where.index))):
-        document["waited"] = time.perf_counter() - waiting
+        lap("waited")
+        document["waited"] = lap.seconds.pop("waited")
+        torch.empty(1, device=where)
+        torch.cuda.synchronize(where)
+        lap("context")
         if options.kind == "compile":
             with concurrent.futures.ThreadPoolExecutor(compile_jobs()) as pool:
                 for case, told in zip(
@@ -272,6 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             for number, case in enumerate(asked):
                 keep(document, case, taken(known[case], options.kind, where, number == 0), options.out)
+    lap("rows")
+    save({**document, "ended": time.monotonic()}, options.out)
     return 0
 
 

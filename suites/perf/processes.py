@@ -1,5 +1,9 @@
 """The processes of the perf suite: launches of suites/perf/launch.py, each fresh, and what compiles for them before.
 
+A launch is a process with a CUDA context, an allocator and compiled code of its own. It is a fork of one that has
+imported torch, its compiler and Triton (preload.py) and has never touched CUDA: those imports are seconds of every
+launch that measure nothing. With FP8CI_PERF_FRESH=1 it is a fork of a bare interpreter, and imports them itself.
+
 With `tree`, a launch times that checkout's fp8stack under this one's measuring code: the two sides of a comparison
 differ in the product alone.
 
@@ -8,39 +12,77 @@ Not here: what a launch does (launch.py), how many there are (test_speed.py, pro
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import functools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from harness.errors import InfraError
+from harness.executor import Command, Ended
+from harness.forked import ForkedExecutor
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 1800.0
 MEMORY_A_JOB = 16 << 30  # of the device: the largest rows, a layer in FP8 and in bf16, need that
+PRELOAD = "suites.perf.preload"
+FRESH_VARIABLE = "FP8CI_PERF_FRESH"
+SIDE_BY_SIDE = 2
+"""Launches at once: one is measured, the next one waits for the device."""
 ENVIRONMENT: Mapping[str, str] = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Of a launch: everything is compiled, and starting Inductor's pool of compilers would take seconds."""
 
 
-def search_path(folder: Path, tree: str | None) -> str:
-    """PYTHONPATH of a launch: this checkout, with another one's fp8stack before it where `tree` names one."""
-    path = [str(ROOT)]
-    if tree is not None:
-        (folder / "base").mkdir()
-        (folder / "base" / "fp8stack").symlink_to(Path(tree).resolve() / "fp8stack")
-        path.insert(0, str(folder / "base"))
-    return os.pathsep.join([*path, *_beyond_this_checkout()])
+def folder_of(folder: Path, tree: str | None) -> Path:
+    """Where a launch is started, which is where it looks first: this checkout, or one with `tree`'s fp8stack alone."""
+    if tree is None:
+        return ROOT
+    (folder / "base").mkdir()
+    (folder / "base" / "fp8stack").symlink_to(Path(tree).resolve() / "fp8stack")
+    return folder / "base"
 
 
-def _beyond_this_checkout() -> list[str]:
-    """What the caller's PYTHONPATH holds besides a checkout: packages that were not installed."""
+def search_path() -> str:
+    """PYTHONPATH of a launch: this checkout, and what the caller's holds besides a checkout."""
     told = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return [entry for entry in told if not (Path(entry) / "fp8stack").exists()]
+    beyond = [entry for entry in told if not (Path(entry) / "fp8stack").exists()]  # packages that were not installed
+    return os.pathsep.join([str(ROOT), *beyond])
+
+
+def environment() -> dict[str, str]:
+    """Of a launch, and of what compiles for it."""
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": search_path()}
+
+
+def forks() -> ForkServerContext:
+    """For a pool of processes that use the device: forks of one that has imported what is slow to import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    return context
+
+
+@functools.cache
+def _executor(fresh: bool) -> ForkedExecutor:
+    executor = ForkedExecutor(() if fresh else (PRELOAD,))
+    atexit.register(executor.close)
+    return executor
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE, "fp8ci-launch")
 
 
 @dataclass
@@ -50,24 +92,36 @@ class Running:
     cases: Sequence[str]
     tree: str | None
     out: Path
-    process: subprocess.Popen[str]
+    ended: concurrent.futures.Future[tuple[Ended, float]]
+    cancelled: threading.Event
     stack: ExitStack
-    begun: float = field(default_factory=time.monotonic)
+
+    def cancel(self) -> None:
+        """End it soon; `collect` says that it was."""
+        self.cancelled.set()
 
     def collect(self, deadline: float = DEADLINE) -> dict[str, Any]:
-        """Its document; every case that it does not hold is an error in it. `seconds`: of the whole process."""
+        """Its document; every case that it does not hold is an error in it. `seconds`: of the whole process, without
+        the wait for the device.
+        """
         with self.stack:
             try:
-                _, told = self.process.communicate(timeout=deadline)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                _, told = self.process.communicate()
-            ended = f"the launch ended with {self.process.returncode}"
+                if concurrent.futures.wait([self.ended], deadline).not_done:
+                    self.cancel()
+                how, finished = self.ended.result()
+            except InfraError as error:
+                return {"rows": {}, "errors": dict.fromkeys(self.cases, str(error))}
+            ended = f"the launch ended with {how.rc if how.signal is None else how.signal}"
+            log = self.out.with_suffix(".log")
             if not self.out.exists():
+                told = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
                 last = (told.strip().splitlines() or ["it printed nothing"])[-1]
                 return {"rows": {}, "errors": dict.fromkeys(self.cases, f"{ended}: {last}")}
             document: dict[str, Any] = json.loads(self.out.read_text(encoding="utf-8"))
-        document["seconds"] = time.monotonic() - self.begun - document.get("waited", 0.0)
+        document["seconds"] = how.seconds - document.get("waited", 0.0)
+        if "ended" in document:
+            start, end = document["entered"] - (finished - how.seconds), finished - document["ended"]
+            document["parts"] = {"start": round(start, 3), **document["parts"], "end": round(end, 3)}
         for case in self.cases:
             if case not in document["rows"]:
                 document["errors"].setdefault(case, f"{ended} before this row")
@@ -82,15 +136,15 @@ def start(kind: str, cases: Sequence[str], tree: str | None) -> Running:
     stack = ExitStack()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8ci-launch-")))
     out = folder / "launch.json"
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "suites.perf.launch", "--kind", kind, "--out", str(out), *cases],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": search_path(folder, tree)},
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return Running(cases, tree, out, process, stack)
+    where = folder_of(folder, tree)
+    executor, cancelled = _executor(os.environ.get(FRESH_VARIABLE) == "1"), threading.Event()
+
+    def run() -> tuple[Ended, float]:
+        argv = (sys.executable, "-m", "suites.perf.launch", "--kind", kind, "--out", str(out), *cases)
+        command = Command(argv, environment(), where, DEADLINE, out.with_suffix(".log"))
+        return executor.run(command, cancelled=cancelled), time.monotonic()
+
+    return Running(cases, tree, out, _pool().submit(run), cancelled, stack)
 
 
 def launch_once(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
@@ -111,9 +165,9 @@ def jobs() -> int:
 def prepare(cases: Sequence[str], tree: str | None) -> str:
     """Compile rows for the launches that follow, side by side; what could not be compiled, in words."""
     with tempfile.TemporaryDirectory(prefix="fp8ci-prepare-") as name:
-        command = [sys.executable, "-P", "-m", "suites.perf.launch", "--prepare", "--jobs", str(jobs()), *cases]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": search_path(Path(name), tree)}
+        command = [sys.executable, "-m", "suites.perf.launch", "--prepare", "--jobs", str(jobs()), *cases]
+        where = folder_of(Path(name), tree)
         done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False
+            command, env=environment(), cwd=where, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
     return f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip()

@@ -4,7 +4,8 @@ Launches a few rows of the perf suite from this checkout and from copies of it t
 judges the samples as the gate would (harness/speed.py), in ten tries each:
 
     same     this checkout against itself: no try may be a REGRESSION
-    slower   each kernel with a launch configuration that is 10 % slower here: REGRESSION in nine of ten tries
+    slower   each kernel with a launch configuration that is 10 % slower here: REGRESSION in nine of ten tries (the row
+             of the linear layer has none: its products are the library's)
     probe    a copy loop beside the launches: no row may be a REGRESSION
     sync     an op that waits for the device: REGRESSION by its count
 
@@ -31,7 +32,6 @@ import concurrent.futures
 import gc
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -80,6 +80,8 @@ SYNCED = "rowwise"
 WHOLE = 2 * speed.LEAST_LAUNCHES + speed.NOISE_LAUNCHES
 """Launches of a side, at least: a try, and as many others as make its noise known."""
 VERDICTS = "verdicts.json"
+NO_SLOWER = "its products are the library's, which has no launch configuration to make worse; not in stage slower"
+"""Of the row of the linear layer."""
 LAUNCH_DEADLINE = 120.0
 LAUNCH_SECONDS = 12.0
 """What a launch of the six rows may take."""
@@ -263,7 +265,7 @@ def compile_all(fmt: str, platform: str, jobs: int) -> None:
     """What `survey` will time, side by side."""
     asked = [("rowwise", OPS["rowwise"]), ("colwise", OPS["colwise"]), SHORT, ("grouped_gemm", GEMM[0])]
     work = [(op, shape, fmt, config) for op, shape in asked for config in recorded(op, shape, platform)]
-    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(jobs, processes.forks()) as pool:
         for done in [pool.submit(compile_one, *one) for one in work]:
             error = done.exception()  # only time is lost: `survey` compiles what is not there
             if error is not None:
@@ -306,7 +308,7 @@ def surveyed(fmt: str, platform: str, compiles: bool) -> tuple[list[str], dict[s
     """`survey` in a process that gives the device back, after what it needs was compiled side by side."""
     if compiles:
         compile_all(fmt, platform, processes.jobs())
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, processes.forks()) as pool:
         return pool.submit(survey, fmt, platform).result()
 
 
@@ -363,7 +365,7 @@ def launches(
             yield name, first.collect(LAUNCH_DEADLINE)
     finally:
         for _, one in running:
-            one.process.kill()
+            one.cancel()
             one.collect(LAUNCH_DEADLINE)
 
 
@@ -374,11 +376,13 @@ class Measured:
         self.table, self.kind = {row.case: row for row in table}, kind
         self.of: dict[str, dict[str, list[Launch]]] = {}
         self.seconds: dict[str, list[float]] = {}
+        self.parts: dict[str, list[dict[str, float]]] = {}
         self.errors: list[str] = []
         self.resolution_ns = 0.0
 
     def add(self, side: str, document: Mapping[str, Any]) -> None:
         self.seconds.setdefault(side, []).append(round(document.get("seconds", 0.0), 2))
+        self.parts.setdefault(side, []).append(document.get("parts", {}))
         self.resolution_ns = float(document.get("resolution_ns", 0.0))
         for case, message in document["errors"].items():
             self.errors.append(f"{side}: {case}: {message}")
@@ -479,6 +483,7 @@ def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> 
     document = {
         **told,
         "seconds_a_launch": measured.seconds,
+        "parts_of_a_launch": measured.parts,
         "errors": measured.errors,
         "resolution_ns": measured.resolution_ns,
         "launches": msgspec.to_builtins(measured.of),
@@ -528,6 +533,22 @@ def table_of(out: Path) -> list[str]:
     return lines
 
 
+def breakdown(measured: Measured, side: str) -> list[str]:
+    """Where the seconds of a launch go, as medians: its parts, and those of each of its rows."""
+
+    def told(parts: Sequence[Mapping[str, float]]) -> str:
+        names = dict.fromkeys(name for one in parts for name in one)
+        middle = {name: statistics.median(one.get(name, 0.0) for one in parts) for name in names}
+        return ", ".join(f"{name} {seconds:.2f}" for name, seconds in middle.items()) or "parts unknown"
+
+    seconds = statistics.median(measured.seconds[side])
+    lines = [f"  a launch of {side}: {seconds:.2f} s ({told(measured.parts.get(side, []))})"]
+    for case, launched in measured.of.get(side, {}).items():
+        seconds = statistics.median(one.seconds for one in launched)
+        lines.append(f"    {case}: {seconds:.2f} s ({told([one.parts for one in launched])})")
+    return lines
+
+
 def measure_times(
     out: Path, table: Sequence[rows.Row], slow_tree: Path | None, count: int, ahead: bool, until: float
 ) -> Measured:
@@ -560,6 +581,7 @@ def judge_times(out: Path, measured: Measured) -> list[str]:
     problems = measured.errors[:10]
     say(f"  seconds a launch: {measured.seconds}")
     for side, seconds in measured.seconds.items():
+        say("\n".join(breakdown(measured, side)))
         if statistics.median(seconds) > LAUNCH_SECONDS:
             problems.append(f"{side}: a launch takes {statistics.median(seconds):.1f} s, at most {LAUNCH_SECONDS:.0f}")
     for side in measured.of:
@@ -681,6 +703,7 @@ def execute(
     (out / "configurations.json").write_text(
         json.dumps({op: asdict(one) if one else None for op, one in slow.items()}, indent=1) + "\n"
     )
+    say(f"  linear: {NO_SLOWER}")
     if "slower" in stages and not any(slow.values()):
         problems.append("slower: no slower configuration was found")
     with tempfile.TemporaryDirectory(prefix="fp8ci-prove-") as name:
@@ -719,6 +742,7 @@ def again(out: Path) -> list[str]:
     measured = Measured(chosen("e4m3fn"))
     measured.of = msgspec.convert(document["launches"], dict[str, dict[str, list[Launch]]])
     measured.seconds, measured.errors = document["seconds_a_launch"], document["errors"]
+    measured.parts = document.get("parts_of_a_launch", {})
     measured.resolution_ns = document["resolution_ns"]
     return judge_times(out, measured)
 

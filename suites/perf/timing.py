@@ -148,16 +148,19 @@ def interleaved(
     blocks: int,
     warm_up: float = WARM_UP_SECONDS,
     after_block: Callable[[], None] = lambda: None,
+    lap: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timed]:
     """Samples of a speed row: `blocks` times probe, reference, candidate, candidate, reference, probe.
 
     Two samples a block and role, in the order measured; without a reference, its list is empty. The mirror image takes
-    out what drifts linearly within a block. `after_block` is called once a block, while it runs. RuntimeError as
-    `measure`.
+    out what drifts linearly within a block. `after_block` is called once a block, while it runs, and `lap` at the end
+    of each part: load (all is called and captured), warm, samples. RuntimeError as `measure`.
     """
     roles = {"probe": probe, **({"reference": reference} if reference is not None else {}), "candidate": candidate}
     made = {name: _block(one) for name, one in roles.items()}
+    lap("load")
     _busy([block for block, _ in made.values()], warm_up)
+    lap("warm")
     samples: dict[str, list[float]] = {"probe": [], "reference": [], "candidate": []}
     for _ in range(blocks):
         events = []
@@ -172,6 +175,7 @@ def interleaved(
         torch.cuda.synchronize()
         for name, first, last, calls in events:
             samples[name].append(_sample_ns(name, first, last, calls))
+    lap("samples")
     return {name: Timed(name, tuple(values)) for name, values in samples.items()}
 
 

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 import torch
 
-from suites.perf import processes, prove, sweep
+from harness import manifest, platforms
+from suites.perf import processes, prove, rows, sweep
 from suites.unit import built_samples as built
 
 CASES = [row.case for row in prove.chosen("e4m3fn")]
@@ -45,17 +46,19 @@ class Fake:
             if case == CASES[3]:  # under 40 us
                 factors |= {name: factors.get(name, 1.0) * 0.12 for name in ("candidate", "reference")}
             fields = msgspec.to_builtins(self.machine.launch(1, slower=factors))
+            fields |= {"seconds": 0.25, "parts": {"data": 0.05, "warm": 0.2}}
             rows[case] = {name: value for name, value in fields.items() if name not in ("number", "stage", "side")}
-        return Done({"rows": rows, "errors": {}, "resolution_ns": 500.0, "seconds": 1.0})
+        told = {"resolution_ns": 500.0, "seconds": 1.0, "parts": {"start": 0.75, "rows": 0.25}}
+        return Done({"rows": rows, "errors": {}, **told})
 
 
 class Done:
     """A launch that has ended."""
 
     def __init__(self, document: dict[str, Any]) -> None:
-        self.document, self.process = document, self
+        self.document = document
 
-    def kill(self) -> None:
+    def cancel(self) -> None:
         pass
 
     def collect(self, deadline: float) -> dict[str, Any]:
@@ -102,6 +105,9 @@ def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert proven(fake, tmp_path, monkeypatch, prove.STAGES, 6) == []
     told = capsys.readouterr().out
     assert "same: 10 tries" in told
+    assert "  a launch of same: 1.00 s (start 0.75, rows 0.25)\n" in told
+    assert f"    {CASES[0]}: 0.25 s (data 0.05, warm 0.20)\n" in told
+    assert "  linear: its products are the library's" in told
     slow = json.loads((tmp_path / "slower.json").read_text())
     assert {one["verdict"] for one in slow[CASES[0]]["pairs"]} == {"REGRESSION"}
     assert told.count("us, can show ") == 6 * 2 + 5 * 2 + 6
@@ -258,6 +264,14 @@ def test_configurations_come_from_the_recorded_sweeps() -> None:
         assert all(sweep.SPACES[op].make(**config, measured="") for config in found)
     assert prove.recorded("grouped_gemm", prove.GEMM[0], "h200")
     assert prove.recorded("rowwise", prove.OPS["rowwise"], "mi350x") == []
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e4m3fnuz"])
+def test_the_short_table_of_speed_is_these_rows(fmt: str) -> None:
+    """What a pull request times is what the proof is of."""
+    chosen = {f"perf/test_speed::test_time[{row.case}]" for row in prove.chosen(fmt)}
+    every = [f"perf/test_speed::test_time[{row.case}]" for row in (*rows.rows(fmt), *rows.trainers(fmt))]
+    assert {one for one in every if manifest.case_matches(one, platforms.SHORT_SPEED)} == chosen
 
 
 def test_the_least_slower_one_is_taken() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
+import dataclasses
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,7 @@ import pytest
 import torch
 
 from fp8stack.moe import Routing
+from harness.executor import Ended
 from harness.samples import Launch, PerfRun
 from suites.perf import clocks, kernels, launch, moe, processes, rows, test_speed, timing
 from suites.unit import built_samples as built
@@ -133,6 +141,122 @@ def test_a_launch_without_a_gpu_says_so() -> None:
     }
 
 
+PRELOADED = """
+import sys, threading
+import torch
+
+def touched(*given):
+    raise AssertionError("CUDA was touched")
+
+asked, torch.cuda.device_count, torch.cuda._lazy_init = torch.cuda.is_available, touched, touched
+from suites.perf import preload
+
+assert {"torch._inductor.compile_fx", "torch._dynamo.backends.inductor", "triton.compiler"} <= sys.modules.keys()
+assert not [name for name in sys.modules if name.startswith(("fp8stack", "harness"))]
+assert threading.active_count() == 1
+preload.MODULES = ("there_is_none", "asks")
+preload.load()
+print(torch.cuda.is_available is asked)
+"""
+
+
+def test_what_launches_are_forks_of_has_not_touched_cuda(tmp_path: Path) -> None:
+    """It imports the compiler and nothing of ours, starts no thread, and answers itself who asks for a device."""
+    (tmp_path / "asks.py").write_text("import torch\nprint('asks', torch.cuda.is_available())\n")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", PRELOADED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["asks True", "True"]
+
+
+def test_a_fork_of_a_process_that_has_touched_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no device, whatever it is told, and says how to do without forks."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert launch.main([ROW.case, "--out", "none.json"]) == 4
+    assert "set FP8CI_PERF_FRESH=1" in capsys.readouterr().err
+
+
+class Gpu:
+    """torch.cuda as far as a launch asks it, on a CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return {"is_available": lambda: True, "current_device": lambda: 0}.get(name, lambda *given: "NVIDIA H200")
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_device_properties(self, where: object) -> Any:
+        return argparse.Namespace(name="NVIDIA H200", uuid="of-a-test")
+
+
+class OnCpu:
+    """torch, whose device is the CPU."""
+
+    cuda = Gpu()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *given: object) -> torch.device:
+        return torch.device("cpu")
+
+
+def test_the_document_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with their parts, an error of one that fails, and when it began and ended."""
+    broken = dataclasses.replace(ROW, case="broken", make=lambda where: 1 / 0)
+    monkeypatch.setattr(launch, "torch", OnCpu())
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(rows, "by_case", lambda fmt: {"small": SMALL["kernel"](), "broken": broken})
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "interleaved", false_samples)
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # of this process, which goes on
+    before = time.monotonic()
+    assert launch.main(["small", "broken", "--out", str(tmp_path / "launch.json")]) == 0
+    document = json.loads((tmp_path / "launch.json").read_text())
+    assert document["errors"] == {"broken": "ZeroDivisionError: division by zero"}
+    assert before <= document["entered"] <= document["ended"] <= time.monotonic()
+    assert list(document["parts"]) == ["cuda", "context", "rows"]
+    spent = sum(document["parts"].values()) + document["waited"]
+    assert spent == pytest.approx(document["ended"] - document["entered"], abs=0.1)
+    (row,) = document["rows"].values()
+    assert list(row["parts"]) == ["data", "load", "warm", "samples", "rest"]
+    assert sum(row["parts"].values()) == pytest.approx(row["seconds"], abs=0.01)
+    assert msgspec.convert({**row, "number": 1}, Launch).parts == row["parts"]
+
+
+def ended(folder: Path, document: dict[str, Any] | None, **how: Any) -> processes.Running:
+    """A launch of a row that has ended at second 110, after ten."""
+    out = folder / "launch.json"
+    if document is not None:
+        out.write_text(json.dumps({"rows": {ROW.case: {}}, "errors": {}, "tree": str(ROOT), **document}))
+    future: concurrent.futures.Future[tuple[Ended, float]] = concurrent.futures.Future()
+    future.set_result((Ended(**{"rc": 0, "signal": None, "killed_by": None, "seconds": 10.0, "pid": 1, **how}), 110.0))
+    return processes.Running([ROW.case], None, out, future, threading.Event(), ExitStack())
+
+
+def test_the_seconds_of_a_launch_are_its_parts(tmp_path: Path) -> None:
+    """From the order to the end, without the wait for the device."""
+    told = {"waited": 2.0, "entered": 101.5, "ended": 109.5, "parts": {"cuda": 0.5, "context": 0.5, "rows": 5.0}}
+    document = ended(tmp_path, told).collect()
+    assert document["seconds"] == 8.0
+    assert document["parts"] == {"start": 1.5, "cuda": 0.5, "context": 0.5, "rows": 5.0, "end": 0.5}
+    assert sum(document["parts"].values()) == document["seconds"]
+
+
+def test_a_launch_that_was_killed_keeps_its_rows(tmp_path: Path) -> None:
+    """Those that it had written; of the others its signal is told, and without a document its last line."""
+    killed = {"rc": None, "signal": "SIGKILL"}
+    document = ended(tmp_path, {"rows": {}, "waited": 0.0, "parts": {}}, **killed).collect()
+    assert document["errors"] == {ROW.case: "the launch ended with SIGKILL before this row"}
+    (tmp_path / "launch.json").unlink()
+    assert ended(tmp_path, None, **killed).collect()["errors"] == {
+        ROW.case: "the launch ended with SIGKILL: it printed nothing"
+    }
+
+
 def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
     """A launch of the base imports that checkout's fp8stack, and the measuring code of this one."""
     base = tmp_path / "checkout"
@@ -142,8 +266,10 @@ def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
     code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(list(suites.perf.__path__)[0])"
 
     def found(tree: str | None) -> list[str]:
-        env = {**os.environ, "PYTHONPATH": processes.search_path(tmp_path, tree)}
-        done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+        env, where = processes.environment(), processes.folder_of(tmp_path, tree)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, cwd=where, capture_output=True, text=True, check=True
+        )
         return [str(Path(line).resolve()) for line in done.stdout.splitlines()]
 
     ours = str(ROOT / "suites" / "perf")
@@ -158,14 +284,18 @@ def false_samples(
     blocks: int,
     warm_up: float,
     after_block: Callable[[], None],
+    lap: Callable[[str], None],
 ) -> dict[str, timing.Timed]:
     """Calls everything once, and says a millisecond."""
     roles = {"candidate": candidate, "reference": reference, "probe": probe}
     for one in roles.values():
         for call in one.calls if one is not None else ():
             call()
+    lap("load")
+    lap("warm")
     for _ in range(blocks):
         after_block()
+    lap("samples")
     return {name: timing.Timed(name, (1e6,) * (2 * blocks) if one else ()) for name, one in roles.items()}
 
 

@@ -124,6 +124,19 @@ def test_gpus_run_one_suite_at_a_time(tmp_path: Path) -> None:
     assert "TRITON_INTERPRET" not in laid[0][0].environment
 
 
+def test_the_short_table_of_speed_is_the_perf_suites(tmp_path: Path) -> None:
+    """Its rows go to that suite's process alone; the long one, and named cases, need no word there."""
+    root = tiny_checkout.make(tmp_path, {}, MANY)
+
+    def told(speed: platforms.SpeedTable, case: str | None = None) -> dict[str, bool]:
+        suites = ("numerics", "perf")
+        laid = plan.lanes(root, platforms.PLATFORMS["mi300x"], suites, case=case, options=(), speed=speed)
+        return {job.suite: platforms.SHORT_SPEED in job.argv for lane in laid for job in lane}
+
+    assert told("short") == {"numerics": False, "perf": True}
+    assert told("long") == told("short", "rowwise*") == {"numerics": False, "perf": False}
+
+
 def test_find_root(tmp_path: Path) -> None:
     """The nearest folder upwards that is a checkout; none is a usage error."""
     root = tiny_checkout.make(tmp_path / "checkout", {"numerics/test_a": ""})

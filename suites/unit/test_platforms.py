@@ -54,7 +54,7 @@ def test_no_device_name_is_claimed_twice() -> None:
 
 
 def test_what_platforms_gate() -> None:
-    """What must run and what must have a baseline; of GPUs, which run numerics and loss, one has its loss curves.
+    """What must run and what must have a baseline; of GPUs, some of which are timed, one has its loss curves.
 
     A GPU's shared curve is held against the CPU's, so its evidence takes that along.
     """
@@ -73,8 +73,11 @@ def test_what_platforms_gate() -> None:
         "waivers.toml",
     }
     h200 = platforms.PLATFORMS["h200"]
-    assert h200.suites == ("numerics", "loss")
+    assert h200.suites == ("numerics", "loss", "perf")
+    measure = {row.id for row in platforms.PLATFORMS.values() if "perf" in row.suites}
+    assert measure == {"h200", "mi300x", "mi325x", "mi350x", "mi355x"}
     speed = {"h200/perf.json", "h200/published.json"}
+    assert len(set(h200.baseline_files)) == len(h200.baseline_files)
     assert set(h200.baseline_files) == {"h200/manifest.txt", "h200/loss.json", "cpu/loss.json", "waivers.toml"} | speed
 
 
@@ -130,6 +133,14 @@ def test_resolve_never_falls_through(spec: str, vendor: str, name: str, message:
     """What no row names is an error that names it."""
     with pytest.raises(UsageError, match=message):
         platforms.resolve(spec, facts(vendor, name))
+
+
+def test_the_short_table_of_speed() -> None:
+    """It selects rows of the perf suite alone, and nothing where cases are named."""
+    assert platforms.case_of("perf", None, "short") == platforms.SHORT_SPEED
+    assert platforms.case_of("perf", None, "long") is None
+    assert platforms.case_of("numerics", None, "short") is None
+    assert platforms.case_of("perf", "rowwise*", "short") == "rowwise*"
 
 
 def test_select_suites() -> None:

@@ -343,7 +343,8 @@ def test_the_report_of_a_folder_stands_for_the_folder(tmp_path: Path) -> None:
 
 def test_an_expected_platform_without_a_manifest(tmp_path: Path) -> None:
     """A platform that declares nothing calibrated and has no list of what must run: green alone, not as expected."""
-    built = Built(tmp_path, ("numerics", "loss")).test(NUMERICS_TEST).test("loss/test_a::test_a")
+    built = Built(tmp_path, ("numerics", "loss", "perf")).test(NUMERICS_TEST)
+    built.test("loss/test_a::test_a").test("perf/test_a::test_a")
     built.run["platform"] = built.run["capabilities"]["platform"] = "mi300x"
     assert gate.judge(built.write()).exit_code == 0
     judgement, _ = combine.judge([tmp_path], ["mi300x"])

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import gate, platforms, samples, speed, speedgate
+from harness import gate, manifest, platforms, samples, speed, speedgate
 from harness.errors import ConfigError, UnreadableError, Verdict
 from harness.samples import PerfRun, Samples
 from suites.unit import built_samples as built
@@ -519,6 +519,7 @@ def evidence(folder: Path, now: Samples | None, rows: list[PerfRun] | None, test
         (folder / "samples" / "row.json").write_text(json.dumps(msgspec.to_builtins(now)))
     target = folder / "judged-with" / "h200"
     target.mkdir(parents=True, exist_ok=True)
+    manifest.write(target / "manifest.txt", [built.TEST])
     if rows is not None:
         (target / samples.PERF_FILE).write_text(samples.encode("h200", rows))
     return written

@@ -6,13 +6,16 @@ import json
 import math
 import random
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from harness import against, calibrate, cli, gate, history, platforms, samples
 from harness.errors import ConfigError, MissingError, UsageError, Verdict
+from harness.manifest import write as write_manifest
 from harness.samples import Samples
 from suites.unit import built_samples as built
 from suites.unit.built_evidence import Built
@@ -21,13 +24,25 @@ H200 = platforms.get("h200")
 COMMIT = "b" * 40
 
 
-def evidence(folder: Path, now: Samples, number: int = 1, commit: str = COMMIT, dirty: bool = False) -> Path:
-    """Evidence of one row on an H200."""
+def evidence(
+    folder: Path,
+    now: Samples,
+    number: int = 1,
+    commit: str = COMMIT,
+    dirty: bool = False,
+    test: str = built.TEST,
+    manifest: Sequence[str] = (),
+    **told: Any,
+) -> Path:
+    """Evidence of one row on an H200, judged with a manifest where there is one; `told`: more of run.json."""
     made = Built(folder / f"run-{number}", ("perf",))
     made.run |= {"platform": "h200", "arch": "sm_90", "commit": commit, "dirty": dirty}
     made.run |= {"started": f"2026-02-{number:02}T04:05:06+00:00"}
     made.run["capabilities"] |= {"platform": "h200", "vendor": "nvidia", "device_name": built.DEVICE, "gpus": 1}
-    made.test(built.TEST, samples_file="samples/row.json", format="e4m3fn", op="rowwise")
+    made.run |= told
+    made.test(test, samples_file="samples/row.json", format="e4m3fn", op=now.op)
+    if manifest:
+        write_manifest(made.baselines / "h200" / "manifest.txt", manifest)
     written = made.write()
     (written / "samples").mkdir()
     (written / "samples" / "row.json").write_text(json.dumps(msgspec.to_builtins(now)))
@@ -127,6 +142,76 @@ def test_the_command_from_evidence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["baseline", "lint", "--root", str(root)]) == 0
 
 
+TRAINER = "trainer-llama3-8b-l4-rowwise-e4m3fn"
+TRAINER_TEST = f"perf/test_speed::test_trainer[{TRAINER}]"
+
+
+def test_the_rows_of_several_folders_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of half of the rows each, as two GPUs make them side by side, a trainer's among them: all are recorded.
+
+    Each half is then judged by itself, and lacks nothing of the other one.
+    """
+    root, draw = checkout(tmp_path), random.Random(7)
+    halves = []
+    for number in (1, 2):
+        halves.append(evidence(tmp_path / "a", built.run(draw), number, case="rowwise*"))
+        step = built.run(draw, case=TRAINER, op="trainer", work=0, probe="bf16")
+        halves.append(evidence(tmp_path / "b", step, number, test=TRAINER_TEST, case="trainer*"))
+    sources = [word for folder in halves for word in ("--from", str(folder))]
+    assert cli.main(["baseline", "calibrate", "--root", str(root), *sources]) == 0
+    told = capsys.readouterr().out
+    assert "4 runs of 2 rows written, 4 runs in all" in told
+    assert f"test_trainer[{TRAINER}]: " in told
+    assert {row.test for row in samples.load(root / "baselines/h200/perf.json", "h200").rows} == {
+        built.TEST, TRAINER_TEST,
+    }  # fmt: skip
+    write_manifest(root / "baselines/h200/manifest.txt", [built.TEST, TRAINER_TEST])
+    for half, test in zip(halves, (built.TEST, TRAINER_TEST), strict=False):
+        results = gate.judge(half, root / "baselines").results
+        assert [(result.id, result.verdict) for result in results] == [(test, Verdict.PASS)]
+
+
+OTHER_TEST = built.TEST.replace("m32768", "m16640")
+
+
+def test_a_platform_without_recorded_speed(tmp_path: Path) -> None:
+    """UNCALIBRATED, rows and manifest alike: exit 0, and nowhere a pass. Other suites are asked for no row of speed."""
+    numerics = "numerics/test_a::test_a[x]"
+    judgement = gate.judge(evidence(tmp_path / "a", built.run(random.Random(1)), manifest=[numerics]))
+    assert {result.verdict for result in judgement.results} == {Verdict.UNCALIBRATED}
+    assert {result.id for result in judgement.results} == {built.TEST, "perf/suite::manifest"}
+    assert judgement.exit_code == 0
+    made = Built(tmp_path / "b", ("numerics",)).test(numerics)
+    made.run |= {"platform": "h200", "arch": "sm_90"}
+    made.run["capabilities"] |= {"platform": "h200", "vendor": "nvidia", "device_name": built.DEVICE, "gpus": 1}
+    write_manifest(made.baselines / "h200" / "manifest.txt", [numerics, built.TEST])
+    judgement = gate.judge(made.write())
+    assert [(result.id, result.verdict) for result in judgement.results] == [(numerics, Verdict.PASS)]
+
+
+@pytest.mark.parametrize(
+    ("told", "missing"),
+    [
+        ({"speed": "short"}, set()),
+        ({"speed": "long"}, {OTHER_TEST}),
+        ({}, {OTHER_TEST}),
+        ({"speed": "short", "policy": "main"}, {"perf/suite::rows"}),
+        ({"speed": "short", "pytest_args": ["-k", "time"]}, {"perf/suite::deselected"}),
+    ],
+    ids=["short", "long", "unsaid", "on-main", "more-arguments"],
+)
+def test_the_short_table_of_speed(told: dict[str, Any], missing: set[str], tmp_path: Path) -> None:
+    """A pull request may leave the other rows out, main may not, and no argument of pytest's may hide in it."""
+    folder = evidence(tmp_path, built.run(random.Random(1)), manifest=[built.TEST, OTHER_TEST], **told)
+    journal = folder / "journal.jsonl"
+    if told.get("speed") == "short":
+        journal.write_text(journal.read_text().replace('"deselected": 0', '"deselected": 1'))
+        assert '"deselected": 1' in journal.read_text()
+    judgement = gate.judge(folder, whole=True)
+    found = {result.id for result in judgement.results if result.verdict is Verdict.MISSING}
+    assert found - {"numerics/suite::selection"} == missing
+
+
 def test_a_cpu_is_not_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Speed is not measured on a CPU: exit 2, nothing runs."""
     assert cli.main(["baseline", "calibrate", "--platform", "cpu", "--root", str(checkout(tmp_path))]) == 2
@@ -219,6 +304,7 @@ def test_the_base_is_where_the_branch_began(tmp_path: Path) -> None:
         (["--suite", "perf", "--", "-n", "2"], "the perf suite runs in one process"),
         (["--suite", "numerics", "--against", "main"], "--against is for the perf suite alone"),
         (["--against", "main"], "--against is for the perf suite alone"),
+        (["--speed", "short", "--case", "x"], "--speed short and --case exclude each other"),
     ],
 )
 def test_usage(arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,19 @@ def test_an_image_is_built_before_it_is_needed(name: str) -> None:
         assert re.search(rf"^    {image}: fp8ci image build {image} ", TOX, re.MULTILINE), image
 
 
+def test_speed_is_short_before_a_merge_and_long_at_night() -> None:
+    """A pull request without the label has the short table; a queue, a label and the night have all rows."""
+    run = " ".join(job("run").split())
+    assert (
+        "SPEED: >- ${{ github.event_name == 'pull_request' && "
+        "!contains(github.event.pull_request.labels.*.name, 'all speed rows') && 'short' || 'long' }}"
+    ) in run
+    assert """tox -e "$TOX_ENV" -- --out "$FP8CI_OUT" --speed "$SPEED"
+""" in job("run")
+    assert """tox -e "$TOX_ENV" -- --out "$FP8CI_OUT" --speed long
+""" in job("run", WORKFLOWS["nightly"])
+
+
 def test_drift_pins_nothing() -> None:
     """The lane of the newest versions takes no constraint, in an environment of its own, and judges as the main job."""
     section = TOX.partition("[testenv:drift]\n")[2].partition("\n[")[0]

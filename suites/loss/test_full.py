@@ -11,8 +11,9 @@ window of 20 steps, and the means of the last 20 (bands.compare_paired).
 - On a CPU an FP8 curve a family by two ranks. A weight gradient there has one scale a column of this rank's tokens, so
   it is held to no other curve: complete, finite, learnt, and equal on both ranks.
 - On a GPU 1,000 steps of llama3-debug, FP8 beside bf16 of the same night: an FP8 run that keeps up for 100 steps and
-  drifts away later. No band is recorded for so many steps, so the limits are those of the rule alone. A drift that both
-  share is not seen, nor one that needs more steps than these.
+  drifts away later. No band is recorded for so many steps, so the limits are those of the rule alone, 2e-3 a window: in
+  the 100 recorded steps (H200) FP8 is at most 4.1e-4 from bf16, and nudged bf16 4.3e-5. A drift that both share is not
+  seen, nor one that needs more steps than these.
 """
 
 from __future__ import annotations

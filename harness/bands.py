@@ -437,6 +437,12 @@ Recorded = tuple[Curve, Sequence[Curve], int]
 """Run 0 of a curve, the other runs that were recorded of it, and how many of those count for K."""
 
 
+def recorded(reference: LossRun, runs: Sequence[LossRun]) -> Recorded:
+    """The runs of a curve, of which `reference` is run 0."""
+    others = [Curve.of_run(run) for run in runs if run is not reference]
+    return Curve.of_run(reference), others, counted(reference, runs)
+
+
 def compare_paired(fp8: Curve, bf16: Curve, recorded: Sequence[Recorded] = ()) -> Comparison:
     """FP8 against bf16 of the same run: mean log ratio of the loss per 20 steps, and the means of the last 20.
 

@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run suites, judge them, write an evidence folder")
     _selection(run)
     _where(run)
+    _full(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="evidence folder (default: evidence/PLATFORM-TIME-ID)")
     run.add_argument("--policy", choices=POLICIES, help="on main IMPROVED is red (default: from GITHUB_EVENT_NAME)")
     run.add_argument(
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="print what would run, what would be skipped and why, and stop")
     _selection(plan)
+    _full(plan)
     plan.add_argument("--json", action="store_true", help="one JSON object")
     plan.add_argument("--docker", action="store_true", help="print a `docker run` a suite, to be pasted; ask no test")
     _container(plan)
@@ -219,6 +221,10 @@ def _selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
 
 
+def _full(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--full", action="store_true", help="every row of the suites, those of the night too")
+
+
 def _baseline(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="baseline_command", required=True, metavar="COMMAND")
     record = commands.add_parser("record", help="run the suites (or take --from DIR) and write what they measured")
@@ -325,6 +331,7 @@ def _request(options: argparse.Namespace, root: Path, platform: Platform, reason
         suites=_suites(options.suite),
         case=options.case,
         speed=options.speed,
+        full=options.full,
         out=options.out,
         pytest_args=options.pytest_args,
         policy=options.policy or policy_of(os.environ),
@@ -392,12 +399,19 @@ def _plan(options: argparse.Namespace) -> int:
     if options.docker:
         from harness import contained
 
-        for line in contained.run_lines(_asked(options, root, docker=True), _suites(options.suite), options.case, ()):
+        asked = _asked(options, root, docker=True)
+        for line in contained.run_lines(asked, _suites(options.suite), options.case, (), options.full):
             _print(line + "\n")
         return 0
     platform, reason = _resolve(options.platform)
     planned = plan.collect(
-        root, platform, reason, suites=_suites(options.suite), case=options.case, executor=LocalExecutor()
+        root,
+        platform,
+        reason,
+        suites=_suites(options.suite),
+        case=options.case,
+        full=options.full,
+        executor=LocalExecutor(),
     )
     if options.json:
         entries = [{"id": e.id, "suite": e.suite, "fate": e.fate, "reason": e.reason} for e in planned.entries]
@@ -681,7 +695,12 @@ def _record(options: argparse.Namespace) -> int:
     if options.sources:
         runs = [gate.read_run(folder) for folder in options.sources]
         platform = _one_platform(runs)
-        for folder in options.sources:
+        for folder, run in zip(options.sources, runs, strict=True):
+            if options.manifest and run.get("full"):
+                raise UsageError(
+                    f"{folder} is a run with --full, and what the manifest names every run must have",
+                    "a run without --full", "leave --manifest out, or run again",
+                )  # fmt: skip
             record.check(folder, nudged=_nudged(folder))
         sources = [record.Source(folder) for folder in options.sources]
         wanted = _suites(options.suite)

@@ -144,7 +144,7 @@ def _last_object(text: str, what: str) -> Mapping[str, Any]:
 
 
 def run_lines(
-    asked: doctor.Asked, suites: tuple[str, ...], case: str | None, pytest_args: tuple[str, ...]
+    asked: doctor.Asked, suites: tuple[str, ...], case: str | None, pytest_args: tuple[str, ...], full: bool = False
 ) -> Iterator[str]:
     """For `fp8ci plan --docker`: the command line of each suite's container, to be pasted; nothing is started.
 
@@ -162,7 +162,15 @@ def run_lines(
     options += ["--fp8-case", case] if case else []
     place = container.place(os.environ)
     lanes = plan.lanes(
-        asked.root, platform, chosen, case=case, options=options, pytest_args=pytest_args, gpus=len(gpus), place=place
+        asked.root,
+        platform,
+        chosen,
+        case=case,
+        options=options,
+        pytest_args=pytest_args,
+        gpus=len(gpus),
+        full=full,
+        place=place,
     )
     spec = Spec(tag, asked.root, vendor, known, Limits.of_host(known.memory, len(lanes)), gpus, devices.groups(gpus))
     yield f"mkdir -p {out}/logs"

@@ -48,7 +48,7 @@ from harness.devices import Gpu
 from harness.engine import Engine
 from harness.errors import InfraError, Verdict
 from harness.executor import Command, Ended, Fault, KilledBy, Place, signal_name
-from harness.platforms import DEVICES_VARIABLE, Vendor
+from harness.platforms import DEVICES_VARIABLE, FULL_VARIABLE, Vendor
 
 PYTHON = "/usr/local/bin/fp8ci-python"
 """The interpreter that has torch, in every image of ours."""
@@ -57,7 +57,7 @@ HOME = "/tmp/fp8ci"
 """Home and caches, in the container's own file system: they start empty and go with it."""
 
 CROSSING = (
-    "PYTHONUNBUFFERED", "PYTHONHASHSEED", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", DEVICES_VARIABLE,
+    "PYTHONUNBUFFERED", "PYTHONHASHSEED", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", DEVICES_VARIABLE, FULL_VARIABLE,
     "FP8STACK_", "TRITON_", "ONEDNN_", "MKL_", "NCCL_", "RCCL_", "TORCH_",
 )  # fmt: skip
 """Environment variables that come in: by whole name, or where it ends in `_` by its beginning."""

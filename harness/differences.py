@@ -28,7 +28,9 @@ SPEED_MOVED = 0.01
 """Relative change of a time below which two runs are level."""
 
 #: Keys of run.json that are conditions; everything else there is another in any two runs.
-CONDITIONS = ("platform", "arch", "target", "commit", "dirty", "suites", "case", "pytest_args", "policy", "versions")
+CONDITIONS = (
+    "platform", "arch", "target", "commit", "dirty", "suites", "case", "full", "pytest_args", "policy", "versions",
+)  # fmt: skip
 HOST = ("cpu", "cores", "system", "python")
 NOT_RUN = frozenset({Verdict.SKIP, Verdict.MISSING})
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,12 @@ def read_run(evidence: Path) -> dict[str, Any]:
         if not isinstance(run, dict) or not isinstance(run.get(key), kind):
             raise UnreadableError(f"{path} lacks {key!r}", f"a {kind.__name__} there", "run again")
     case, policy, schema = run.get("case"), run.get("policy"), run.get("schema")
+    full = run.get("full", False)  # older runs do not say
     for key, value, valid, expected in (
         ("schema", schema, schema == SCHEMA, str(SCHEMA)),
         ("suites", run["suites"], run["suites"] and all(isinstance(s, str) for s in run["suites"]), "names of suites"),
         ("case", case, case is None or isinstance(case, str), "a glob or null"),
+        ("full", full, isinstance(full, bool), "true or false"),
         ("policy", policy, policy in POLICIES, " or ".join(POLICIES)),
     ):
         if not valid:
@@ -417,7 +419,7 @@ class _LossJudge:
         moved = fingerprint.differing(self.fingerprint, fingerprint.of_row(reference.provenance))
         if moved:
             self.moved.setdefault("; ".join(moved), []).append(evidence.case)
-        known = _recorded(reference, same)
+        known = bands.recorded(reference, same)
         return self._apply(result, bands.compare(bands.Curve.of_evidence(evidence), *known))
 
     def _apply(self, result: Result, comparison: bands.Comparison) -> Result:
@@ -444,7 +446,7 @@ class _LossJudge:
         same = self.baseline.of_config(evidence.case, evidence.config_hash) if self.baseline else ()
         reference = baselines.reference_run(same)
         if reference is not None:
-            yield _recorded(reference, same)
+            yield bands.recorded(reference, same)
 
     def pair(self, results: list[Result]) -> list[Result]:
         """FP8 curves against the bf16 curve of the same model and data in this run, where there is one."""
@@ -462,12 +464,6 @@ class _LossJudge:
                 result = _with(result, comparison)
             paired.append(result)
         return paired
-
-
-def _recorded(reference: baselines.LossRun, runs: Sequence[baselines.LossRun]) -> bands.Recorded:
-    """Run 0, the others, and how many of them count."""
-    others = [bands.Curve.of_run(run) for run in runs if run is not reference]
-    return bands.Curve.of_run(reference), others, bands.counted(reference, runs)
 
 
 def _with(result: Result, comparison: bands.Comparison) -> Result:
@@ -641,7 +637,8 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
     new = [test_id for test_id in found.journal.tests if test_id not in listed and found.selected(test_id)]
     if new:
         more = f" and {len(new) - 3} more" if len(new) > 3 else ""
-        notes.append(f"new: {len(new)} tests are not in the manifest: {', '.join(sorted(new)[:3])}{more}")
+        night = " (rows of the night are in none)" if found.run.get("full") else ""
+        notes.append(f"new: {len(new)} tests are not in the manifest{night}: {', '.join(sorted(new)[:3])}{more}")
     return absent
 
 

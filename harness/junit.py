@@ -156,7 +156,7 @@ def case(result: Result, name: str, classname: str) -> Any:
 
 
 def _suite_properties(run: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    for key in ("platform", "arch", "run_id", "commit", "dirty", "policy", "case", "image_digest", "partition"):
+    for key in ("platform", "arch", "run_id", "commit", "dirty", "policy", "case", "full", "image_digest", "partition"):
         if run.get(key) is not None:
             yield key, clean_line(str(run[key]))
     versions = run.get("versions")

@@ -26,7 +26,7 @@ from typing import Literal
 from harness import capabilities, journal, ledger, manifest, platforms
 from harness.errors import UsageError
 from harness.executor import Command, Executor, Place, here
-from harness.platforms import DEVICES_VARIABLE, Execution, Platform, SpeedTable
+from harness.platforms import DEVICES_VARIABLE, FULL_VARIABLE, Execution, Platform, SpeedTable
 
 SHORT = 8.0
 """Seconds of expected work below which one process beats the start of several."""
@@ -89,14 +89,15 @@ def lanes(
     gpus: int = 0,
     cores: int | None = None,
     collect_only: bool = False,
+    full: bool = False,
     place: Place | None = None,
     speed: SpeedTable = "long",
 ) -> Lanes:
     """The jobs of a run, laid into lanes.
 
-    `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else, `place` is where
-    they will run (default: here), `speed` the table of the perf suite. On a GPU there is one lane: two suites at once
-    would share the device.
+    `options` are our plugin's, `pytest_args` the caller's, `environment` overrides everything else, `full` adds the
+    rows of the night, `place` is where they will run (default: here), `speed` the table of the perf suite. On a GPU
+    there is one lane: two suites at once would share the device.
     """
     asked = (environment or {}).get("OMP_NUM_THREADS", "")
     # Processes with threads of their own get cores of their own: two of two on two cores take thirty times as long.
@@ -119,6 +120,7 @@ def lanes(
         environment or {},
         max(1, available // processes),
         collect_only,
+        full,
         place or here(),
         None if case is not None else speed,
     )
@@ -161,6 +163,7 @@ class _JobMaker:
     overrides: Mapping[str, str]
     threads: int
     collect_only: bool
+    full: bool
     place: Place
     speed: SpeedTable | None
 
@@ -194,6 +197,7 @@ class _JobMaker:
         asked = base.get("OMP_NUM_THREADS", "")
         base.update(self.platform.environment)
         base.update(execution.environment)
+        base.update({FULL_VARIABLE: "1"} if self.full else {})
         base["OMP_NUM_THREADS"] = str(min(self.threads, int(asked)) if asked.isdigit() and int(asked) else self.threads)
         if execution.workers == "gpus" and workers > 1:
             name = "HIP_VISIBLE_DEVICES" if self.platform.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
@@ -235,6 +239,7 @@ def collect(
     *,
     suites: tuple[str, ...] = (),
     case: str | None = None,
+    full: bool = False,
     executor: Executor,
 ) -> Plan:
     """Ask pytest for the ids of every suite, side by side, and compare them with manifest and ledger; runs no test."""
@@ -246,7 +251,7 @@ def collect(
         known.write_text(machine.to_json(), encoding="utf-8")
         options = ["--fp8-out", folder, "--fp8-platform", platform.id, "--fp8-run-id", "plan"]
         options += ["--fp8-capabilities", str(known), *(["--fp8-case", case] if case else [])]
-        laid = lanes(root, platform, chosen, case=case, options=options, collect_only=True)
+        laid = lanes(root, platform, chosen, case=case, options=options, collect_only=True, full=full)
         threads = []
         for lane in laid:
             commands = [

@@ -157,7 +157,11 @@ _EVERYWHERE = {"TRITON_DEFAULT_FP_FUSION": "0", "PYTHONUNBUFFERED": "1"}
 # whole process. PYTHONHASHSEED stays random, so that an order that depends on it shows up here first.
 _INTERPRETED = MappingProxyType({**_EVERYWHERE, "TRITON_INTERPRET": "1"})
 _COMPILED = MappingProxyType(_EVERYWHERE)
-NEVER_SET = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+FULL_VARIABLE = "FP8CI_FULL"
+"""1 in the test processes of a run with `--full`, and absent in all others: the rows of the night exist
+(suites/conftest.py)."""
+
+NEVER_SET = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", FULL_VARIABLE)
 """Taken away from every test process: what a shell happens to hold must not choose tests, order or plugins, nor switch
 off the assertions of what the tests call (pytest keeps those of test modules only)."""
 _NOT_INTERPRETED = (*NEVER_SET, "TRITON_INTERPRET")

@@ -59,9 +59,9 @@ _OWN_FOLDERS = ("logs", "losses", "isa", "samples", "charts", JUDGED_WITH)
 class RunRequest:
     """What to run. Empty `suites` are those that must run on the platform.
 
-    `case` is what `--case` takes (manifest.case_matches), `speed` the table of the perf suite, `out` the evidence
-    folder (default: evidence/<platform>-<UTC time>-<run id> in the checkout), `pytest_args` go to every suite's pytest,
-    `env_overrides` win over everything the platform sets.
+    `case` is what `--case` takes (manifest.case_matches), `speed` the table of the perf suite, `full` adds the rows of
+    the night, `out` is the evidence folder (default: evidence/<platform>-<UTC time>-<run id> in the checkout),
+    `pytest_args` go to every suite's pytest, `env_overrides` win over everything the platform sets.
     `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
     `machine_failed` says of an evidence folder and a suite whether the machine ended its last attempt: then, and only
     then, the suite runs again, up to `retries` times; every attempt stays in the journal.
@@ -75,6 +75,7 @@ class RunRequest:
     suites: tuple[str, ...] = ()
     case: str | None = None
     speed: SpeedTable = "long"
+    full: bool = False
     out: Path | None = None
     pytest_args: tuple[str, ...] = ()
     policy: str = "pull-request"
@@ -277,6 +278,7 @@ def _describe(
         "suites": list(suites),
         "case": request.case,
         "speed": request.speed,
+        "full": request.full,
         "pytest_args": list(request.pytest_args),
         "policy": request.policy,
         "commit": commit,
@@ -328,6 +330,7 @@ def _lanes(
         environment={**caches, **request.env_overrides},
         gpus=machine.gpus,
         cores=request.cores,
+        full=request.full,
         place=request.place,
         speed=request.speed,
     )
@@ -469,7 +472,7 @@ def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Jour
     raise UsageError(
         f"no case of {', '.join(suites)} matches {request.case!r}",
         "a glob such as 'rowwise*'",
-        "`fp8ci plan` lists the cases",
+        "`fp8ci plan` lists the cases, with --full those of the night too",
     )
 
 

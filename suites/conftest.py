@@ -3,6 +3,9 @@
 torch and fp8stack are imported by the fixtures that need them and not by this file, so that the tests of the harness
 start without either. Everything that a test wants the journal to keep goes through pytest's `record_property`.
 
+A file test_full.py holds rows of the night, in any suite. Without FP8CI_FULL=1 (`fp8ci run --full`) no run of the suite
+collects it, so that its rows neither run nor are skipped, nor missed.
+
 - `evidence`   the run's evidence folder (--fp8-out), else a folder of this test's own; atomic writes.
 - `device`     "cuda" where torch sees a GPU (also ROCm), else "cpu".
 - `seed`       one number from the test's id: the same in every run, worker and order; printed and recorded.
@@ -37,12 +40,21 @@ Record = Callable[[str, object], None]
 REFERENCE_ONLY: dict[str, str] = {}
 
 
+# The file of a suite whose rows are the night's.
+NIGHT = "test_full.py"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that is either whole or absent, whenever the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the rows of the night, unless the run is a full one."""
+    return True if collection_path.name == NIGHT and os.environ.get("FP8CI_FULL") != "1" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,6 +20,7 @@ import torch
 from fp8stack.config import TrainConfig
 from fp8stack.metrics import drain
 from fp8stack.train import Result, StepRecord, Trainer, nudge_weights
+from harness import bands
 
 NUDGE, NUDGES = "FP8STACK_NUDGE", "FP8STACK_NUDGES"
 
@@ -48,6 +49,17 @@ class Runs:
         trainer.config = dataclasses.replace(self.config, nudge=nudge, steps=steps or self.config.steps)
         nudge_weights(trainer.model, nudge)
         return trainer.run(on_step)
+
+
+def curve_of(result: Result) -> bands.Curve:
+    """A run as the loss gate sees it."""
+    return bands.Curve(
+        loss={record.step: record.loss for record in result.steps},
+        grad_norm={record.step: record.grad_norm for record in result.steps},
+        saturated={record.step: record.saturated or 0 for record in result.steps},
+        nan={record.step: record.nan or 0 for record in result.steps},
+        digests={int(step): parameters for step, parameters in result.digests.items()},
+    )
 
 
 def asked(name: str, environment: Mapping[str, str] = os.environ) -> int:

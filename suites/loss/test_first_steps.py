@@ -20,7 +20,7 @@ import pytest
 from fp8stack.device import OVERRIDE
 from fp8stack.train import Result
 from harness import bands, baselines
-from suites.loss.runs import Runs
+from suites.loss.runs import Runs, curve_of
 from suites.loss.test_loss import CURVES, ON_A_CPU, configuration
 
 Record = Callable[[str, object], None]
@@ -48,16 +48,9 @@ def judged(case: str, nudge: int = 0, **changes: Any) -> tuple[Result, bands.Com
     reference = baselines.reference_run(runs)
     assert reference is not None, f"no run 0 of {case} with config {config.hash} is recorded"
     result = Runs(dataclasses.replace(config, **changes)).run(nudge, STEPS)
-    measured = bands.Curve(
-        loss={record.step: record.loss for record in result.steps},
-        grad_norm={record.step: record.grad_norm for record in result.steps},
-        saturated={record.step: record.saturated or 0 for record in result.steps},
-        nan={record.step: record.nan or 0 for record in result.steps},
-        digests={int(step): parameters for step, parameters in result.digests.items()},
-    )
     spread = [first_steps(bands.Curve.of_run(run)) for run in runs if run is not reference]
     known = first_steps(bands.Curve.of_run(reference))
-    return result, bands.compare(measured, known, spread, bands.counted(reference, runs))
+    return result, bands.compare(curve_of(result), known, spread, bands.counted(reference, runs))
 
 
 @ON_A_CPU

@@ -25,6 +25,7 @@ import pytest
 from fp8stack.config import TrainConfig
 from fp8stack.train import Result, StepRecord
 from harness import bands, baselines
+from suites.loss.runs import curve_of
 from suites.loss.test_first_steps import STEPS, first_steps
 from suites.loss.test_loss import GPU_CURVES, GPU_FORMATS, assert_curve, gpu_configuration
 from suites.unit import ranks
@@ -82,6 +83,14 @@ def test_two_gpus(case: str, request: pytest.FixtureRequest, evidence: Any, reco
         runs = recorded_runs(platform, case, config)
     if config.size.experts:
         config = dataclasses.replace(config, expert_parallel=2)
+    result = trained_by_two(case, config, evidence, record_property)
+    assert result.format == ("bf16" if recipe == "bf16" else GPU_FORMATS[result.arch])
+    if runs:
+        assert_in_band(curve_of(result), runs, config.steps)
+
+
+def trained_by_two(case: str, config: TrainConfig, evidence: Any, record_property: Record) -> Result:
+    """Two ranks train a configuration and report the same: complete, finite and learnt. Its file is left."""
     one, other = ranks.run_ranks(ranks.loss_file, config, case)
     record_property("config_hash", config.hash)
     record_property("ranks", 2)
@@ -89,15 +98,11 @@ def test_two_gpus(case: str, request: pytest.FixtureRequest, evidence: Any, reco
     record_property("format", one["format"])
     record_property("ranks_file", evidence.write_json(f"losses/ranks/{case}.json", one))
     assert one == other, "ranks: they report different numbers"
-    assert one["format"] == ("bf16" if recipe == "bf16" else GPU_FORMATS[one["arch"]])
     records = [StepRecord(**step) for step in one["steps"]]
+    result = Result(config, one["arch"], "", one["format"], None, records, one["digests"])
     record_property("tail_loss_nats", math.fsum(record.loss for record in records[-20:]) / 20)
-    assert_curve(Result(config, one["arch"], "", one["format"], None, records))
-    if runs:
-        counts = {name: {r.step: getattr(r, name) or 0 for r in records} for name in ("saturated", "nan")}
-        digests = {int(step): parameters for step, parameters in one["digests"].items()}
-        loss, norm = ({r.step: getattr(r, name) for r in records} for name in ("loss", "grad_norm"))
-        assert_in_band(bands.Curve(loss=loss, grad_norm=norm, digests=digests, **counts), runs, config.steps)
+    assert_curve(result, config.steps)
+    return result
 
 
 def recorded_runs(platform: str, case: str, config: TrainConfig) -> tuple[baselines.LossRun, ...]:
@@ -117,7 +122,11 @@ def assert_in_band(curve: bands.Curve, runs: tuple[baselines.LossRun, ...], step
     assert reference is not None
     known = first_steps(bands.Curve.of_run(reference), steps)
     spread = [first_steps(bands.Curve.of_run(run), steps) for run in runs if run is not reference]
-    found = bands.compare(curve, known, spread, bands.counted(reference, runs))
+    assert_ok(bands.compare(curve, known, spread, bands.counted(reference, runs)))
+
+
+def assert_ok(found: bands.Comparison) -> None:
+    """Every number of a comparison is printed, and allowed."""
     for row in found.rows:
         print(f"{row.layer}: {row.metric} {row.window}: {row.measured:.2e} of {row.allowed:.2e}")
     assert found.ok, "; ".join(f"{finding.layer}: {finding.message}" for finding in found.findings)

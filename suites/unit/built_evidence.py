@@ -157,6 +157,7 @@ class Built:
             "arch": "cpu",
             "suites": list(suites),
             "case": None,
+            "full": False,
             "commit": "b" * 40,
             "dirty": False,
             "policy": "pull-request",

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 480.0
+ARCH = "FP8STACK_ARCH"
 
 
 def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
@@ -33,9 +34,11 @@ def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     answers = context.Queue()
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # The server has the environment of the first call, and a test may have chosen another arch since.
+    told = {**place, ARCH: os.environ.get(ARCH)}
     processes = [
-        context.Process(target=_rank, args=(rank, ranks, port, answers, body, arguments), daemon=True)
-        for rank in range(ranks)
+        context.Process(target=_rank, args=(rank, told, answers, body, arguments), daemon=True) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -61,9 +64,14 @@ def run_ranks(body: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list
     return [results[rank] for rank in range(ranks)]
 
 
-def _rank(rank: int, ranks: int, port: int, answers: Any, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
+def _rank(
+    rank: int, told: dict[str, str | None], answers: Any, body: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    for name, value in {"RANK": str(rank), "LOCAL_RANK": str(rank), **told}.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     import torch
 
     torch.set_num_threads(1)
@@ -74,6 +82,11 @@ def _rank(rank: int, ranks: int, port: int, answers: Any, body: Callable[..., An
     else:
         if torch.cuda.is_initialized() and torch.distributed.is_initialized():  # NCCL complains of an exit without
             torch.distributed.destroy_process_group()
+
+
+def variable(rank: int, name: str) -> str | None:
+    """What a variable of the environment is in this rank."""
+    return os.environ.get(name)
 
 
 def hashes(model: Any) -> dict[str, float]:

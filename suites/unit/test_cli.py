@@ -211,6 +211,29 @@ def test_green_run_and_its_gate(checkout: Path, capsys: pytest.CaptureFixture[st
     assert "no verdict differs" in capsys.readouterr().out
 
 
+def test_full_run(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--full` adds what test_full.py holds, is said in run.json, and is no ground for a manifest."""
+    monkeypatch.setenv("FP8CI_FULL", "1")  # of somebody's shell: it asks for nothing
+    conftest = (ROOT / "suites/conftest.py").read_text(encoding="utf-8")
+    make(checkout, {"conftest": conftest, "numerics/test_full": "def test_of_the_night(): pass\n"})
+    night = "test_full::test_of_the_night"
+    for arguments, full in (((), False), (("--full",), True)):
+        assert run(checkout, *arguments) == 0
+        assert (night in cases(checkout)) == full
+        described = json.loads((checkout / "out/run.json").read_text())
+        assert (described["full"], described["ignored_environment"]) == (full, ["FP8CI_FULL"])
+        assert f'name="full" value="{full}"' in (checkout / "out/junit.xml").read_text()
+        capsys.readouterr()
+        assert cli.main(["plan", "--platform", "cpu", "--suite", "numerics", "--root", str(checkout), *arguments]) == 0
+        assert (f"numerics/{night}" in capsys.readouterr().out) == full
+    before = (checkout / "baselines/cpu/manifest.txt").read_text()
+    assert record(checkout, "--suite", "numerics", "--manifest", "--from", str(checkout / "out")) == 2
+    assert "is a run with --full" in capsys.readouterr().err
+    assert (checkout / "baselines/cpu/manifest.txt").read_text() == before
+    assert run(checkout, "--case", "*night") == 2
+    assert "with --full those of the night too" in capsys.readouterr().err
+
+
 def test_failing_run(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A failed assertion: exit 1, named in the first line, a failure in junit.xml."""
     make(checkout, {"numerics/test_tiny": PASSING.replace("pass", "assert x == 'a', 'b is not a'")}, IDS)

@@ -342,6 +342,12 @@ def test_eight_runs_have_names_and_caches_of_their_own() -> None:
     assert {told[name] for name in container.CACHES} == {f"{container.HOME}/{sub}" for sub in container.CACHES.values()}
 
 
+def test_a_full_run_is_told_inside() -> None:
+    """The rows of the night exist in a container too."""
+    assert "FP8CI_FULL" not in container.environment_of(HOSTS["cpu"], SHELL)
+    assert container.environment_of(HOSTS["cpu"], {**SHELL, "FP8CI_FULL": "1"})["FP8CI_FULL"] == "1"
+
+
 # The doctor --------------------------------------------------------------------------------------------------------
 
 

@@ -246,6 +246,21 @@ def test_new_test_is_listed(tmp_path: Path) -> None:
     assert any(note.startswith("new: 1 tests") and OTHER_TEST in note for note in judgement.notes)
 
 
+@pytest.mark.parametrize("said", [True, False, None], ids=["full", "not-full", "of-old"])
+def test_rows_of_the_night_are_new_to_the_manifest(said: bool | None, tmp_path: Path) -> None:
+    """In a full run the note says that the manifest has none of them; a run that does not say is not a full one."""
+    built = good(tmp_path).test(OTHER_TEST)
+    built.baseline(ids=[NUMERICS_TEST, CODEGEN_TEST, LOSS_TEST])
+    if said is None:
+        del built.run["full"]
+    else:
+        built.run["full"] = said
+    judgement = gate.judge(built.write())
+    assert judgement.exit_code == 0
+    [note] = [note for note in judgement.notes if note.startswith("new: ")]
+    assert ("(rows of the night are in none)" in note) == (said is True)
+
+
 def test_selection_restricts_the_manifest(tmp_path: Path) -> None:
     """With --suite and --case only what they select must have run; the rest of the manifest is not missing."""
     built = Built(tmp_path, ("numerics",)).test(NUMERICS_TEST)
@@ -749,7 +764,15 @@ def test_a_waiver_hides_no_missing_evidence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("schema", 2), ("suites", []), ("suites", [1]), ("case", 5), ("policy", "MAIN"), ("policy", None)],
+    [
+        ("schema", 2),
+        ("suites", []),
+        ("suites", [1]),
+        ("case", 5),
+        ("full", "yes"),
+        ("policy", "MAIN"),
+        ("policy", None),
+    ],
 )
 def test_run_json_says_something_else(key: str, value: object, tmp_path: Path) -> None:
     """One line and exit 3; never a default in its place."""

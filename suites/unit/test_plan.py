@@ -105,6 +105,16 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (shared.environment["OMP_NUM_THREADS"], shared.workers) == ("2", 4)
 
 
+def test_rows_of_the_night(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every suite of a full run is told so, and of no other: what the shell holds is taken away."""
+    root = tiny_checkout.make(tmp_path, {}, MANY)
+    monkeypatch.setenv(platforms.FULL_VARIABLE, "1")
+    for full, told in ((False, None), (True, "1")):
+        laid = [job for lane in jobs(root, CPU.suites, full=full) for job in lane]
+        assert len(laid) == len(CPU.suites)
+        assert {job.environment.get("FP8CI_FULL") for job in laid} == {told}
+
+
 def test_the_callers_workers_win(tmp_path: Path) -> None:
     """-n on the command line is not given twice."""
     root = tiny_checkout.make(tmp_path, {}, MANY)

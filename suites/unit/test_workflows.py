@@ -117,6 +117,13 @@ def test_drift_pins_nothing() -> None:
     assert "tox -e drift " in job("drift", WORKFLOWS["nightly"])
 
 
+def test_the_night_is_a_full_run() -> None:
+    """Every platform's whole product at night, and the gate without it: a pull request does not wait for it."""
+    assert 'tox -e "$TOX_ENV" -- --full --out "$FP8CI_OUT"\n' in job("run", WORKFLOWS["nightly"])
+    assert "--full" not in GATE
+    assert "--full" not in TOX
+
+
 def test_code_owners_cover_what_judges() -> None:
     """A change of the judge needs an owner."""
     owned = {line.split()[0] for line in (ROOT / ".github/CODEOWNERS").read_text().splitlines() if line.startswith("/")}

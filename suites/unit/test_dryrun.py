@@ -35,7 +35,9 @@ CASES: dict[str, tuple[TrainConfig, int, str]] = {
     "cut": (dataclasses.replace(EXPERTS, expert_parallel=2, recompute="full", compile="aot_eager"), 2, "cpu"),
     "kept": (dataclasses.replace(SHORT, reshard=False), 2, "cpu"),
     "kept experts": (
-        dataclasses.replace(EXPERTS, expert_parallel=2, reshard=False, accumulate=2, recompute="full"), 2, "cpu",
+        dataclasses.replace(EXPERTS, expert_parallel=2, reshard=False, accumulate=2, recompute="full"),
+        2,
+        "cpu",
     ),
 }
 

@@ -213,9 +213,7 @@ def test_without_its_baseline_it_is_red(checkout: Path, tmp_path: Path) -> None:
     assert {verdict for verdict, _ in verdicts(judgement).values()} == {"NO_BASELINE"}
 
 
-def test_without_a_baseline_it_is_uncalibrated(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_baseline_it_is_uncalibrated(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a platform that is not: listed, never called a pass; FP8 against bf16 and the second opinion are judged."""
     uncalibrated = {**PLATFORMS, "h200": dataclasses.replace(H200, calibrated=())}
     monkeypatch.setattr("harness.platforms.PLATFORMS", uncalibrated)

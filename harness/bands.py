@@ -444,9 +444,9 @@ def compare_paired(fp8: Curve, bf16: Curve, recorded: Sequence[Recorded] = ()) -
     """FP8 against bf16 of the same run: mean log ratio of the loss per 20 steps, and the means of the last 20.
 
     recorded: the runs of either curve, where there are some. limit = max(2e-3, K * largest of the same number between a
-    recorded run and its run 0), and 5e-3 in the tail; at most 1e-2. Harmless runs of a model with experts are 2e-3 apart
-    by themselves. Without any it still judges, an uncalibrated platform too. Only common steps from 1 are looked at; a
-    curve without steps is a finding.
+    recorded run and its run 0), and 5e-3 in the tail; at most 1e-2. Harmless runs of a model with experts are 2e-3
+    apart by themselves. Without any it still judges, an uncalibrated platform too. Only common steps from 1 are looked
+    at; a curve without steps is a finding.
     """
     last_step = max(fp8.last_step, bf16.last_step)
     if last_step == 0:

@@ -18,6 +18,8 @@ the further ones are blocks of experts: `_SHORT` holds its dense ones and at lea
 The peak of a deep model may be at another moment than that of a short one: where the backward pass begins, activations
 of all blocks are there, where it ends, gradients are. Each such moment is extended by itself, and the largest counts.
 
+Nothing is compiled here. Where blocks are cut for that (parallel.py), the parts run as they are.
+
 Experts are assumed to be chosen equally often, so that every rank sends and receives the rows of its own tokens. A real
 router's ranks receive more or fewer; over all ranks the bytes are these.
 
@@ -171,7 +173,7 @@ def measure(config: TrainConfig, ranks: int, device_type: str, make: Maker) -> M
 
     Raises ConfigError where the configuration cannot run on so many ranks.
     """
-    config = dataclasses.replace(config, data=SYNTHETIC, init_from="", nudge=0, compile="none", device="cpu")
+    config = dataclasses.replace(config, data=SYNTHETIC, init_from="", nudge=0, device="cpu")
     size = config.size.layers
     if size <= _WHOLE:
         return _measure(config, ranks, device_type, make)

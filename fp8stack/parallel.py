@@ -44,8 +44,8 @@ wrong, silently; whoever compiles by himself passes them too.
 Where experts are on other ranks a block is no one graph: how many rows arrive is read on the host, and FSDP2 gathers
 the experts in the middle. So it is cut in three (`cut_blocks`): two graphs, until rows leave and from when they are
 back, and between them the exchange and the experts as they are, but for the plain operators between their products,
-which are a graph that takes any number of rows. Each third is checkpointed by itself; what passes between them is kept,
-and `selective` counts linear GEMMs from one in each.
+which are a graph for any number of rows from two. Each third is checkpointed by itself; what passes between them is
+kept, and `selective` counts linear GEMMs from one in each.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ import functools
 import logging
 import os
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -391,7 +392,10 @@ class UnseenGemm(RuntimeError):
 
 @dataclass(frozen=True)
 class GemmCounts:
-    """Matrix products of one step on this rank, by spelling. Under compile, recomputed ones are within `backward`."""
+    """Matrix products of one step on this rank, by spelling.
+
+    Those that a graph recomputes are within `backward`.
+    """
 
     forward: dict[str, int]
     recompute: dict[str, int]
@@ -502,6 +506,7 @@ class Compiler:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.graphs = 0
+        self._codes: dict[str, types.CodeType] = {}
         self._call = torch._dynamo.lookup_backend(
             # The plain aot_eager has no partitioner, so it would ignore what activation checkpointing wants.
             "aot_eager_decomp_partition" if backend == "aot_eager" else backend
@@ -516,6 +521,19 @@ class Compiler:
         self.graphs += 1
         return self._call(graph, inputs, **self._keywords)
 
+    def compiled(self, name: str, function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
+        """`function` as one graph, or the graph that another function of this name has, if that fits it.
+
+        Dynamo keeps the graphs of a code object, whoever asked for them, and refuses the ninth. Code of this compiler's
+        own: trainers of one process would share a count, and the ninth could not be made.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        call.__code__ = self._codes.setdefault(name, call.__code__.replace(co_name=name))
+        return torch.compile(call, backend=self, fullgraph=True, dynamic=dynamic)
+
 
 def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:
     """Compile the forward of each block, in place: FSDP2's hooks stay outside. backend: none, inductor or aot_eager."""
@@ -525,12 +543,24 @@ def compile_blocks(blocks: nn.ModuleList, backend: str) -> Compiler | None:
     for block in blocks:
         for part in _parts(block):
             if part != EAGER:
-                compiled = torch.compile(getattr(block, part), backend=compiler, fullgraph=True, dynamic=False)
-                setattr(block, part, compiled)
+                setattr(block, part, compiler.compiled(part, getattr(block, part)))
             else:  # of its plain operators what is worth it; how many rows there are differs from step to step
                 experts = block.moe.experts
-                experts.middle = torch.compile(experts.middle, backend=compiler, fullgraph=True, dynamic=True)
+                experts.middle = _of_many_rows(
+                    compiler.compiled("middle", experts.middle, dynamic=True), experts.middle
+                )
     return compiler
+
+
+def _of_many_rows(
+    graph: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """The graph, but for no row and for one: Dynamo makes graphs of their own for these, while other ranks wait."""
+
+    def either(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
+        return (graph if len(gate_RF) > 1 else plain)(gate_RF, up_RF)
+
+    return either
 
 
 def compile_loss(loss: Callable[..., torch.Tensor], compiler: Compiler | None) -> Callable[..., torch.Tensor]:
@@ -540,4 +570,4 @@ def compile_loss(loss: Callable[..., torch.Tensor], compiler: Compiler | None) -
     """
     if compiler is None or compiler.backend != "inductor":
         return loss
-    return torch.compile(loss, backend=compiler, fullgraph=True, dynamic=False)
+    return compiler.compiled("loss", loss)

@@ -173,11 +173,12 @@ class Trainer:
             )
             if config.code_counts:
                 self.counters = count_codes(self.model, self.device)
-        compiled = config.compile != "none"
-        if compiled and config.expert_parallel > 1:
+        # A dry run, which looks at every op, compiles nothing; but what is cut for it communicates and recomputes else.
+        backend = "none" if dry else config.compile
+        if config.compile != "none" and config.expert_parallel > 1:
             parallel.cut_blocks(self.model.layers)
-        self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, compiled)
-        self.compiler = parallel.compile_blocks(self.model.layers, config.compile)
+        self.decisions = parallel.checkpoint_activations(self.model.layers, config.recompute, backend != "none")
+        self.compiler = parallel.compile_blocks(self.model.layers, backend)
         self._summed_loss = parallel.compile_loss(summed_loss, self.compiler)
         with unset_fake_temporarily():
             parallel.shard(self.model, self.world, config.reshard)

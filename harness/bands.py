@@ -64,6 +64,9 @@ PAIRED_WINDOW_STEPS = 20
 PAIRED_WINDOW_LIMIT = 2e-3
 #: ... and relative difference of the means of the last 20 steps.
 PAIRED_TAIL_LIMIT = 5e-3
+#: What the noise of recorded runs may widen either to: 8.1e-3 is the widest of those there are (dsv3-debug, H200). A
+#: curve whose harmless runs part further shows no fault of FP8, and a faulty one that was recorded parts further.
+PAIRED_CAP = 1e-2
 #: Saturated elements over the whole run may leave the recorded runs by this share, up or down. Nudged runs of tiny
 #: models differ by less than 1 %, OCP from FNUZ by a quarter; a wrong maximum multiplies the counts or leaves none.
 SATURATION_SHARE = 0.1
@@ -447,9 +450,9 @@ def compare_paired(fp8: Curve, bf16: Curve, recorded: Sequence[Recorded] = ()) -
     """FP8 against bf16 of the same run: mean log ratio of the loss per 20 steps, and the means of the last 20.
 
     recorded: the runs of either curve, where there are some. limit = max(2e-3, K * largest of the same number between a
-    recorded run and its run 0), and 5e-3 in the tail: harmless runs of a model with experts are 2e-3 apart by
-    themselves. Without any it still judges, an uncalibrated platform too. Only common steps from 1 are looked at; a
-    curve without steps is a finding.
+    recorded run and its run 0), and 5e-3 in the tail; at most 1e-2. Harmless runs of a model with experts are 2e-3
+    apart by themselves. Without any it still judges, an uncalibrated platform too. Only common steps from 1 are looked
+    at; a curve without steps is a finding.
     """
     last_step = max(fp8.last_step, bf16.last_step)
     if last_step == 0:
@@ -460,7 +463,7 @@ def compare_paired(fp8: Curve, bf16: Curve, recorded: Sequence[Recorded] = ()) -
 
     def judge(name: str, first: int, told: str, floor: float, number: Callable[[Curve, Curve], float]) -> None:
         noise = [factor(count) * number(run, reference) for reference, runs, count in recorded for run in runs]
-        allowed = worst((floor, *noise))
+        allowed = min(worst((floor, *noise)), PAIRED_CAP)
         value = number(fp8, bf16)
         ok = value <= allowed
         rows.append(Row("paired", "FP8 / bf16 loss", name, value, allowed, ok))

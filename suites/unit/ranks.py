@@ -243,6 +243,23 @@ def read_without_the_package(rank: int, folder: str, file: str) -> dict[str, Any
 
 def real_collectives(rank: int, config: Any) -> dict[tuple[str, int], tuple[int, int]]:
     """What a real second step issues, written down where torch.distributed's functions are called."""
+    [(found, _)] = real_runs(rank, [config])
+    return found
+
+
+def real_runs(rank: int, configs: list[Any]) -> list[tuple[dict[tuple[str, int], tuple[int, int]], list[Any]]]:
+    """As real_collectives, and the steps and digests, of each configuration."""
+    import torch.distributed as dist
+
+    genuine = {name: function for name, function in vars(dist).items() if callable(function)}
+    answers = []
+    for config in configs:
+        answers.append(_watched_run(config))
+        vars(dist).update(genuine)
+    return answers
+
+
+def _watched_run(config: Any) -> tuple[dict[tuple[str, int], tuple[int, int]], list[Any]]:
     import torch.distributed as dist
 
     from fp8stack.train import Trainer
@@ -289,8 +306,9 @@ def real_collectives(rank: int, config: Any) -> dict[tuple[str, int], tuple[int,
                 if hasattr(dist, name):
                     setattr(dist, name, watched(op, getattr(dist, name), whole))
 
-    trainer.run(second)
-    return {key: (count, size) for key, (count, size) in found.items()}
+    result = trainer.run(second)
+    steps = [dataclasses.astuple(record) for record in result.steps]
+    return {key: (count, size) for key, (count, size) in found.items()}, [steps, result.digests]
 
 
 def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:

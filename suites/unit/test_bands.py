@@ -312,6 +312,10 @@ def test_paired_with_noise() -> None:
         for factor, ok in ((inside, True), (outside, False)):
             assert bands.compare_paired(scaled(base, 21, 40, factor), curve(), recorded).ok is ok, (count, factor)
         assert not bands.compare_paired(scaled(base, 41, 60, 1.0025), curve(), recorded).ok
+    wild = [(curve(), [scaled(base, 1, 100, 1.02)], 10)]
+    assert bands.compare_paired(scaled(base, 21, 40, 1.0099), curve(), wild).ok
+    assert not bands.compare_paired(scaled(base, 21, 40, 1.0101), curve(), wild).ok
+    assert not bands.compare_paired(scaled(base, 81, 100, 1.0101), curve(), wild).ok
     broken = [(curve(), [curve(loss={1: math.nan})], 10)]
     assert not bands.compare_paired(curve(), curve(), broken).ok
 

@@ -139,6 +139,22 @@ def _fake_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
 
 
+def test_a_gpu_is_asked_once(no_override: pytest.MonkeyPatch) -> None:
+    """Every launch asks what its GPU is, and torch is asked once a GPU; the override is read each time."""
+    _fake_gpu(no_override, "6.4", ["gfx942:sramecc+", "gfx950"], (9, 4), current=0)
+    asked: list[object] = []
+    genuine = torch.cuda.get_device_properties
+    no_override.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or genuine(index))
+    assert [detect(where).arch.name for where in ("cuda", "cuda", "cuda:1", "cuda:1")] == ["gfx942"] * 2 + [
+        "gfx950"
+    ] * 2
+    assert asked == [0, 1]
+    no_override.setattr(torch.cuda, "current_device", lambda: 1)
+    assert detect("cuda").arch.name == "gfx950", "the current GPU is another now"
+    no_override.setenv("FP8STACK_ARCH", "gfx942")
+    assert [detect("cuda:1").arch.name, detect("cuda:1").simulated] == ["gfx942", True]
+
+
 def test_cpu_without_override(no_override: pytest.MonkeyPatch) -> None:
     """Without a GPU the arch is cpu, OCP formats, and the reason says why."""
     no_override.setattr(torch.cuda, "is_available", lambda: False)

@@ -32,6 +32,13 @@ CASES: dict[str, tuple[TrainConfig, int, str]] = {
     "full": (dataclasses.replace(SHORT, recompute="full"), 2, "cuda"),
     "selective": (dataclasses.replace(FP8, recompute="selective"), 2, "cuda"),
     "longer": (dataclasses.replace(EXPERTS, expert_parallel=2, layers=4), 4, "cpu"),
+    "cut": (dataclasses.replace(EXPERTS, expert_parallel=2, recompute="full", compile="aot_eager"), 2, "cpu"),
+    "kept": (dataclasses.replace(SHORT, reshard=False), 2, "cpu"),
+    "kept experts": (
+        dataclasses.replace(EXPERTS, expert_parallel=2, reshard=False, accumulate=2, recompute="full"),
+        2,
+        "cpu",
+    ),
 }
 
 
@@ -74,6 +81,40 @@ def test_collectives_of_experts(name: str, dry: dict[str, Any]) -> None:
     assert count == (5 * config.size.expert_layers if config.expert_parallel > 1 else 0)
     choices = config.batch // size * config.seq * 2
     assert volume == (config.size.expert_layers * (4 * choices * 128 * 2 + 8 * 8) if count else 0)
+
+
+def test_collectives_of_a_cut_block(dry: dict[str, Any]) -> None:
+    """Where blocks are cut for compile, what is played is what runs: here 7 exchanges and not the 8 of a whole block.
+
+    The part with the exchange is recomputed by itself, and only as far as its gradient needs: rows do not come back
+    once more.
+    """
+    config, size, _ = CASES["cut"]
+    expected = dict(dry["cut"][0])
+    exchange = ("all-to-all", 2)
+    count, volume = expected.pop(exchange)
+    assert count == 7
+    answers = ranks.run_ranks(ranks.real_collectives, config, ranks=size)
+    exchanged = [answer.pop(exchange) for answer in answers]
+    assert all(answer == expected for answer in answers)
+    assert [found for found, _ in exchanged] == [count, count]
+    assert sum(found for _, found in exchanged) == size * volume
+
+
+@pytest.mark.parametrize("name", ["kept", "kept experts"])
+def test_weights_that_stay_gathered(name: str, dry: dict[str, Any]) -> None:
+    """--no-reshard: a gather less for each unit of a block and microbatch, on real ranks and played; the same bits."""
+    kept, size, _ = CASES[name]
+    kept = dataclasses.replace(kept, digests=True)
+    freed = dataclasses.replace(kept, reshard=True)
+    for (fewer, same), (more, expected) in ranks.run_ranks(ranks.real_runs, [kept, freed], ranks=size):
+        assert same == expected
+        gathers = ("all-gather", 2)
+        assert fewer[gathers] == dry[name][0][gathers]
+        assert more[gathers][0] - fewer[gathers][0] == kept.accumulate * kept.layers
+        assert {key: n for key, n in fewer.items() if key != gathers} == {
+            key: n for key, n in more.items() if key != gathers
+        }
 
 
 def test_sizes_of_experts_by_hand(dry: dict[str, Any]) -> None:

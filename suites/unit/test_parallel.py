@@ -15,7 +15,7 @@ from fp8stack import formats, linear, moe, parallel, train
 from fp8stack.blame import NonFiniteError
 from fp8stack.config import TrainConfig
 from fp8stack.data import Batch
-from fp8stack.models import held
+from fp8stack.models import RMSNorm, Transformer, held
 from fp8stack.parallel import GEMMS, UnseenGemm
 from fp8stack.train import Trainer, run
 from suites.unit import ranks
@@ -253,13 +253,32 @@ def test_what_a_forward_returns_is_made_once(played: str, recipe: str, dtype: to
 
 
 def test_a_gradient_norm_takes_no_memory_on_a_gpu() -> None:
-    """Nor in a dry run that plays one: no float64 copy of a gradient is made. The number is that of a CPU."""
+    """Nor in a dry run that plays one: no float64 copy of a gradient is made. The number is that of a CPU.
+
+    Copies that Python asks for, that is: what a kernel allocates inside, as linalg.vector_norm does on a GPU, does not
+    show on a CPU.
+    """
     layer = torch.nn.Linear(32, 32, bias=False)
     layer.weight.grad = torch.arange(1024.0).view(32, 32)
     with linear.playing("cuda"), Made() as made:
         found = train.squared_norm(layer)
     assert max(tensor.numel() for tensor in made.tensors if tensor.dtype == torch.float64) == 1
     assert float(found) == pytest.approx(float(train.squared_norm(layer)), rel=1e-14)
+
+
+@pytest.mark.parametrize("played", ["cpu", "cuda"])
+def test_a_gradient_norm_of_any_shard(played: str) -> None:
+    """A rank may hold no row of a parameter, or rows in another dtype; 3^2 + 4^2 is 25 all the same."""
+    layer = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.tensor(values, dtype=dtype)) for values, dtype in (
+            ([3.0], torch.float32), ([], torch.float32), ([4.0], torch.bfloat16),
+        )]
+    )  # fmt: skip
+    for parameter in layer:
+        parameter.grad = parameter.detach().clone()
+    with linear.playing(played):
+        found = train.squared_norm(layer)
+    assert (float(found), found.dtype, found.shape) == (25.0, torch.float64, ())
 
 
 def test_rows_of_experts_are_sharded() -> None:
@@ -346,6 +365,47 @@ def test_compiled_experts_on_other_ranks() -> None:
     assert graphs == 4
     assert again == [0, 0, 0]
     assert recomputed == 4 + 2 + 1 + 1
+
+
+def test_any_number_of_rows_of_a_compiled_block() -> None:
+    """Of a block that is cut one graph serves many rows, and neither one nor none needs another.
+
+    A rank whose experts nobody chose would compile in the middle of a run, and the others wait.
+    """
+    model = Transformer(EXPERTS.size)
+    parallel.cut_blocks(model.layers)
+    made = parallel.compile_blocks(model.layers, "aot_eager")
+    assert made is not None
+    experts = model.layers[1].moe.experts
+    for rows in (7, 0, 1, 5, 1, 0, 9):
+        gate, up = (torch.full((rows, 64), fill, dtype=torch.bfloat16, requires_grad=True) for fill in (0.5, 3.0))
+        found = experts.middle(gate, up)
+        found.sum().backward()
+        assert torch.equal(found, moe.swiglu(gate, up))
+        assert gate.grad.shape == up.grad.shape == (rows, 64)
+        assert made.graphs == 1, rows
+
+
+def test_nine_compilers_of_one_process() -> None:
+    """Each has graphs of its own: Dynamo refuses the ninth of one code object, and trainers share their code."""
+    logits, labels = torch.ones(1, 4, 32, requires_grad=True), torch.zeros(1, 4, dtype=torch.int64)
+    for number in range(9):
+        compiler = parallel.Compiler("aot_eager")
+        compiler.backend = "inductor"
+        loss = parallel.compile_loss(train.summed_loss, compiler)
+        loss(logits, labels).backward()
+        assert compiler.graphs == 1, number
+    norms = [RMSNorm(32, 1e-6) for _ in range(3)]
+    for norm in norms:
+        compiler.compiled("norm", norm.forward)(logits)
+    assert compiler.graphs == 2, "one graph serves all modules of a kind"
+
+
+def test_which_losses_are_compiled() -> None:
+    """Inductor's alone; another backend, or none, leaves the function as it is, and so its bits."""
+    assert parallel.compile_loss(train.summed_loss, None) is train.summed_loss
+    assert parallel.compile_loss(train.summed_loss, parallel.Compiler("aot_eager")) is train.summed_loss
+    assert parallel.compile_loss(train.summed_loss, parallel.Compiler("inductor")) is not train.summed_loss
 
 
 def test_ranks_must_divide_the_batch() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -601,3 +603,74 @@ def test_one_of_two_ranks_tells_what_is_wrong(
     assert train.main(["--recipe", "fp9"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert len(waited) == 1
+
+
+@pytest.fixture
+def nothing_aside() -> Iterator[None]:
+    """No object is set aside from the collector before, and none is left so."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_aside")
+def test_the_heap_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the second step and until the end, and collected before; a collector that is off stays so."""
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(gc.get_freeze_count()))
+    gc.disable()
+    try:
+        with train.Garbage(wanted=True) as garbage:
+            garbage.after_step()
+            assert (collected, gc.get_freeze_count()) == ([], 0)
+            garbage.after_step()
+            assert collected == [0]
+            assert gc.get_freeze_count() > 1000
+            garbage.after_step()
+            assert collected == [0]
+        assert gc.get_freeze_count() == 0
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with train.Garbage(wanted=True) as garbage:
+        garbage.after_step()
+    assert collected == [0], "a run of one step collects nothing"
+
+
+@pytest.mark.usefixtures("nothing_aside")
+def test_whose_heap_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a run on a CPU, which waits for no launch. What a run asks for, it gives back when a step fails."""
+    aside: list[int] = []
+    run(short(layers=1), lambda record: aside.append(gc.get_freeze_count()))
+    assert aside == [0, 0, 0]
+
+    genuine, aside = train.Garbage, []
+    monkeypatch.setattr(train, "Garbage", lambda wanted: genuine(True))
+
+    def fails(record: Any) -> None:
+        aside.append(gc.get_freeze_count())
+        if record.step == 3:
+            raise OSError("no reader")
+
+    with pytest.raises(OSError, match="no reader"):
+        run(short(layers=1), fails)
+    assert [count > 0 for count in aside] == [False, True, True]
+    assert gc.get_freeze_count() == 0
+
+
+def test_backward_in_the_trainers_thread() -> None:
+    """Autograd may take no other thread in a backward pass, of each microbatch, and may again after it."""
+    trainer = Trainer(short(layers=1, steps=1, accumulate=2, recompute="full"))
+    allowed: list[bool] = []
+    genuine = trainer._loss
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        loss = genuine(*arguments)
+        allowed.append(torch._C._is_multithreading_enabled())
+        loss.register_hook(lambda gradient: allowed.append(torch._C._is_multithreading_enabled()))
+        return loss
+
+    trainer._loss = watched
+    trainer.run()
+    assert allowed == [True, False, True, False]
+    assert torch._C._is_multithreading_enabled()

@@ -221,7 +221,8 @@ def test_full_run(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert run(checkout, *arguments) == 0
         assert (night in cases(checkout)) == full
         described = json.loads((checkout / "out/run.json").read_text())
-        assert (described["full"], described["ignored_environment"]) == (full, ["FP8CI_FULL"])
+        assert described["full"] is full
+        assert "FP8CI_FULL" in described["ignored_environment"]
         assert f'name="full" value="{full}"' in (checkout / "out/junit.xml").read_text()
         capsys.readouterr()
         assert cli.main(["plan", "--platform", "cpu", "--suite", "numerics", "--root", str(checkout), *arguments]) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness import bands, baselines, cli, gate, junit, perturb, platforms, power, rebuilt, samples
+from harness import bands, baselines, cli, gate, junit, manifest, perturb, platforms, power, rebuilt, samples
 from harness.errors import MissingError, Verdict
 from harness.perturb import PERTURBATIONS
 from harness.result import Judgement
@@ -80,6 +80,7 @@ def speed_evidence(folder: Path) -> Path:
         recorded += before or [samples.PerfRun(test=test, samples=now, provenance=speeds.provenance())]
     (folder / "judged-with" / "h200").mkdir(parents=True)
     (folder / "judged-with" / "h200" / samples.PERF_FILE).write_text(samples.encode("h200", recorded))
+    manifest.write(folder / "judged-with" / "h200" / "manifest.txt", [*rows])
     return made.write()
 
 

@@ -98,7 +98,7 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
     assert len({SHORT.hash, short(model="dsv3-tiny").hash, *hashes.values()}) == len(hashes) + 2
     elsewhere = {
         "nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False, "code_counts": False,
-        "quantisation": "unfused",
+        "quantisation": "unfused", "reshard": False,
     }  # fmt: skip
     assert fields[NEVER] == {*elsewhere, "expert_parallel"}
     assert SHORT.hash == short(**elsewhere).hash

@@ -416,6 +416,7 @@ def test_compiled(recipe: str, dtype: torch.dtype, device: str, seed: int) -> No
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, id="loss-bf16-compiled")])
+@pytest.mark.usefixtures("compiled")  # which asks for a C++ compiler
 def test_compiled_loss(dtype: torch.dtype, device: str, seed: int, record_property: Record) -> None:
     """The trainer's loss under Inductor: sum and gradient of logits are those of float64, labels that do not count out.
 

@@ -8,9 +8,10 @@ that come back.
 In float32 the comparison is one of sums in another order, and 1e-3 is a large number: norms, and products with the
 vectors, agree to 1.1e-7 on a CPU and to 2.5e-6 on two H200s. In bf16, what the trainer runs, two things are added that
 are no fault. A rank rounds its half of a gradient where one rank rounds the whole: on a CPU the worst norm, of a weight
-of 64 elements, is 1.4e-3 apart, the routers' 3.4e-4; on two H200s, debug models, the worst is 6.7e-4. And where a product of half as many rows takes other
-tiles, as on a GPU, a token near a tie chooses another expert, and the gradients of router and experts have another
-token in them. So there the norms are held to what no missing sum and no wrong factor (of 2, with two ranks) stays in.
+of 64 elements, is 1.4e-3 apart, the routers' 3.4e-4; on two H200s, debug models, the worst is 6.7e-4. And where a
+product of half as many rows takes other tiles, as on a GPU, a token near a tie chooses another expert, and the
+gradients of router and experts have another token in them. So there the norms are held to what no missing sum and no
+wrong factor (of 2, with two ranks) stays in.
 """
 
 from __future__ import annotations

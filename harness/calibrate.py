@@ -27,7 +27,7 @@ import msgspec
 from harness import gate, record, samples, speed
 from harness.errors import ConfigError, MissingError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
-from harness.journal import Journal
+from harness.journal_reader import Journal
 from harness.platforms import Platform
 from harness.record import Change
 from harness.samples import PerfRun

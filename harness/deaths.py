@@ -36,8 +36,9 @@ from pathlib import Path
 
 from harness import files
 from harness.errors import MACHINE, VERDICTS, Verdict
-from harness.journal import DISK_FULL_EXIT, Journal, ProcessRecord, SessionRecord, TestRecord
+from harness.journal import DISK_FULL_EXIT
 from harness.journal import FILE_NAME as JOURNAL_FILE
+from harness.journal_reader import Journal, ProcessRecord, SessionRecord, TestRecord
 from harness.result import Result
 
 #: Lines of logs/<suite>.log that a dead test's report carries.

@@ -54,7 +54,7 @@ from harness.errors import (
     worst_exit,
 )
 from harness.journal import FILE_NAME as JOURNAL_FILE
-from harness.journal import Journal, TestRecord
+from harness.journal_reader import Journal, TestRecord
 from harness.platforms import SECOND_OPINION, SPEED, Platform, SpeedTable, case_of
 from harness.platforms import get as get_platform
 from harness.result import Judgement, Result, suite_rank

@@ -21,7 +21,7 @@ from typing import Any
 from harness import gate, samples, speed
 from harness.errors import MissingError, UnreadableError
 from harness.journal import FILE_NAME as JOURNAL_FILE
-from harness.journal import Journal
+from harness.journal_reader import Journal
 from harness.samples import Samples
 
 LEAST_SIDE = 2

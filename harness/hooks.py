@@ -28,7 +28,6 @@ import pytest
 
 from harness import journal, manifest
 from harness.errors import DiskError, HarnessError
-from harness.executor import signal_name
 
 if TYPE_CHECKING:
     from harness import capabilities
@@ -325,17 +324,14 @@ class Recorder:
     def _write(self, event: str, /, **fields: Any) -> None:
         """Append an event. A disk that is full ends the session with an exit code of its own: no test can say that."""
         try:
-            self._append(event, **fields)
+            while self._dead:  # nobody said what these were running: they died between tests, or while collecting
+                worker, (ended_by, message) = self._dead.popitem()
+                self._write_crash("", worker, ended_by, message)
+            self.writer.write(event, suite=self.settings.suite, **fields)
         except DiskError as error:
             if not journal.disk_full(error):
                 raise
             raise pytest.exit.Exception(str(error), returncode=journal.DISK_FULL_EXIT) from None
-
-    def _append(self, event: str, /, **fields: Any) -> None:
-        while self._dead:  # nobody said what these were running: they died between tests, or while collecting
-            worker, (ended_by, message) = self._dead.popitem()
-            self._write_crash("", worker, ended_by, message)
-        self.writer.write(event, suite=self.settings.suite, **fields)
 
     def _write_crash(self, test_id: str, worker: str, ended_by: str | None, message: str) -> None:
         self.writer.write(
@@ -355,6 +351,8 @@ class Recorder:
 
 def _signal_of(node: Any) -> str | None:
     """The signal that ended a worker's process, e.g. `SIGKILL`; None when it exited by itself or cannot be asked."""
+    from harness.executor import signal_name
+
     process = getattr(getattr(node.gateway, "_io", None), "popen", None)
     if process is None:
         return None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness import capabilities, journal, ledger, manifest, platforms
+from harness import capabilities, journal, journal_reader, ledger, manifest, platforms
 from harness.errors import UsageError
 from harness.executor import Command, Executor, Place, here
 from harness.platforms import DEVICES_VARIABLE, FULL_VARIABLE, Execution, Platform, SpeedTable
@@ -263,7 +263,7 @@ def collect(
         for thread in threads:
             thread.join()
         path = out / journal.FILE_NAME
-        told = journal.Journal.read(path) if path.exists() else journal.Journal()
+        told = journal_reader.Journal.read(path) if path.exists() else journal_reader.Journal()
     problems = [f"{record.path}: {record.message}" for record in (*told.collect_errors, *told.collect_skips)]
     entries: list[Planned] = []
     for suite in chosen:
@@ -284,7 +284,7 @@ def _fates(
     machine: capabilities.Capabilities,
     suite: str,
     case: str | None,
-    told: journal.Journal,
+    told: journal_reader.Journal,
 ) -> list[Planned]:
     """One suite's ids: those collected, in pytest's order, then those that only the manifest has."""
     path = root / "baselines" / platform.id / "manifest.txt"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from harness.journal import JournalTail
+from harness.journal_reader import JournalTail
 from harness.plan import Lanes
 
 HEARTBEAT = 30.0

@@ -30,7 +30,7 @@ from harness import bands, baselines, gate, machinecode, manifest
 from harness.baselines import CodegenBlock, CodegenRow, LossRun, Provenance
 from harness.errors import ConfigError, MissingError, UsageError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
-from harness.journal import Journal, TestRecord
+from harness.journal_reader import Journal, TestRecord
 from harness.platforms import Platform, get
 
 LOG_FILE = "LOG.md"

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness import canary, capabilities, devices, files, journal, plan, platforms, progress
+from harness import canary, capabilities, devices, files, journal, journal_reader, plan, platforms, progress
 from harness.errors import DiskError, HarnessError, InterruptedRun, UsageError
 from harness.executor import Command, Ended, Executor, Place
 from harness.local import LocalExecutor
@@ -122,7 +122,7 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
             _write_json(out / RUN_FILE, run)
             errors = _run_lanes(request, executor or LocalExecutor(), lanes, out, stopped)
         (out / RESERVE).unlink(missing_ok=True)
-        told = journal.Journal.read(out / journal.FILE_NAME)
+        told = journal_reader.Journal.read(out / journal.FILE_NAME)
         run["finished"] = _text(_now())
         run["interrupted"] = stopped.is_set()
         run["attempts"] = [
@@ -345,7 +345,7 @@ def _run_lanes(
         threading.Thread(target=_run_lane, args=(request, executor, lane, out, stopped, errors), name=f"lane-{number}")
         for number, lane in enumerate(lanes)
     ]
-    display = progress.choose(journal.JournalTail(out / journal.FILE_NAME), lanes, request.progress)
+    display = progress.choose(journal_reader.JournalTail(out / journal.FILE_NAME), lanes, request.progress)
     try:
         for thread in threads:
             thread.start()
@@ -456,7 +456,7 @@ def _suspect(ended: Ended, log: Path) -> bool:
     return ended.rc != 0 and canary.suspected(files.tail(log, LOG_BYTES).decode("utf-8", "replace")) is not None
 
 
-def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal.Journal) -> None:
+def _check_case(request: RunRequest, suites: tuple[str, ...], told: journal_reader.Journal) -> None:
     """UsageError when `--case` selected nothing in any suite, though each could be collected.
 
     Not where the manifest knows such cases: then they have vanished, which the gate says by name.

@@ -21,7 +21,7 @@ from subprocess import PIPE
 
 import pytest
 
-from harness import capabilities, container, engine, journal, manifest, plan, platforms
+from harness import capabilities, container, engine, journal, journal_reader, manifest, plan, platforms
 from harness.container import ContainerExecutor, Limits, Spec
 from harness.devices import Gpu
 from harness.errors import InfraError, Verdict
@@ -400,7 +400,7 @@ def test_run_line_can_be_pasted(daemon: Daemon, image: str, tmp_path: Path) -> N
     )
     assert pasted.returncode == 0, pasted.stdout + pasted.stderr
     assert "1 passed" in pasted.stdout
-    assert list(journal.Journal.read(out / "journal.jsonl").tests) == [ONE]
+    assert list(journal_reader.Journal.read(out / "journal.jsonl").tests) == [ONE]
 
 
 # The suites inside -------------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_ids_inside_are_those_outside(daemon: Daemon, image: str, tmp_path: Path
     command = Command(job.argv, job.environment, ROOT, 120.0, tmp_path / "logs" / "numerics.log", (tmp_path,))
     ended = ContainerExecutor(daemon.client(), spec).run(command, cancelled=threading.Event())
     assert ended.rc == 0, command.log.read_text()
-    told = journal.Journal.read(tmp_path / journal.FILE_NAME)
+    told = journal_reader.Journal.read(tmp_path / journal.FILE_NAME)
     assert set(told.collected["numerics"]) - set(told.planned_skips) == set(must_run())
 
 

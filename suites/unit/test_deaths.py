@@ -87,7 +87,7 @@ class Death:
 
 
 HANG_SECONDS = 0.4
-RUNNING = '"event": "start", "suite": "numerics", "id": "numerics/test_tiny::test_2_dies"'
+RUNNING = '"event":"start","suite":"numerics","id":"numerics/test_tiny::test_2_dies"'
 
 XDIST = ("-n1",)
 BUS = "import mmap; f = open('/dev/shm/fp8ci-bus', 'w+b'); f.truncate(4096); os.unlink('/dev/shm/fp8ci-bus'); "
@@ -439,7 +439,7 @@ def test_death(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     root = tiny_checkout.make(tmp_path, files, IDS)
     plugins = ["-p", "harness.plugin", *(["-p", "xdist"] if "-n1" in death.args else [])]
     if death.hangs:
-        begun = RUNNING if death.kept else '"event": "session"'
+        begun = RUNNING if death.kept else '"event":"session"'
         deadline_from(root / "out" / "journal.jsonl", begun, monkeypatch)
     monkeypatch.setattr(LocalExecutor.__init__, "__defaults__", (0.3,))
     began = time.monotonic()

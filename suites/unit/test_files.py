@@ -17,7 +17,7 @@ import pytest
 from harness import cli, combine, deaths, files, gate, junit, run
 from harness.errors import DiskError, UnreadableError, Verdict
 from harness.executor import Ended
-from harness.journal import Journal, JournalTail
+from harness.journal_reader import Journal, JournalTail
 from suites.unit.built_evidence import CODEGEN_CASE, LOSS_CASE, good
 
 CORPUS = Path(__file__).with_name("corpus")

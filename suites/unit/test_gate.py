@@ -741,8 +741,8 @@ def test_a_conftest_that_raises(tmp_path: Path) -> None:
     del built.tests[NUMERICS_TEST]
     built.write()
     lines = (tmp_path / "journal.jsonl").read_text().splitlines(keepends=True)
-    dropped = ('"event": "session', '"event": "collected')
-    kept = [line for line in lines if '"suite": "numerics"' not in line or not any(word in line for word in dropped)]
+    dropped = ('"event":"session', '"event":"collected')
+    kept = [line for line in lines if '"suite":"numerics"' not in line or not any(word in line for word in dropped)]
     (tmp_path / "journal.jsonl").write_text("".join(kept))
     log = "ImportError while loading conftest '/x/conftest.py'.\nconftest.py:1: in <module>\nE   No module named 'y'\n"
     built.file("logs/numerics.log", log)

@@ -54,7 +54,8 @@ HARNESS: dict[str, int] = {
     "machinecode": 4,  # the gate's third comparison, beside bands and speed
     "junit": 4,
     "junit_reader": 5,  # other people's JUnit
-    "journal": 4,
+    "journal": 3,  # writing
+    "journal_reader": 4,
     "deaths": 5,  # how a process ended, from the journal
     "hooks": 5,  # inside the test process: journal, capabilities, manifest
     "plan": 5,

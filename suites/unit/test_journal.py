@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import DiskError, MissingError, UnreadableError
-from harness.journal import Journal, JournalTail, JournalWriter, plain_value, shorten
+from harness.journal import JournalWriter, plain_value, shorten
+from harness.journal_reader import Journal, JournalTail
 
 A = "numerics/test_a::test_a"
 B = "numerics/test_a::test_b"
@@ -139,9 +140,23 @@ def test_no_journal_is_an_error(tmp_path: Path) -> None:
         Journal.read(tmp_path / "journal.jsonl")
 
 
-def test_any_text_survives(tmp_path: Path) -> None:
+class Text(str):
+    """A text of a class of its own, as a plugin may hand it on."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("\ud800 \x00 \x1b[31m ]]> 🚀 \u2028 \r\n", id="a lone surrogate"),
+        pytest.param("\x00 \x1b[31m ]]> 🚀 \u2028 \r\n", id="no ASCII"),
+        pytest.param("\x00 \x1b[31m ]]> \r\n", id="ASCII"),
+        pytest.param(Text("x"), id="a subclass of str"),
+    ],
+)
+def test_any_text_survives(tmp_path: Path, text: str) -> None:
     """Lone surrogates, control characters and emoji come back, on one ASCII line."""
-    text = "\ud800 \x00 \x1b[31m ]]> 🚀 \u2028 \r\n"
     told = written(tmp_path / "j", start(A), phase(A, "call", "failed", message=text))
     assert told.tests[A].message == text
     assert (tmp_path / "j").read_bytes().isascii()

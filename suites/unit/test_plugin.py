@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from harness import capabilities
-from harness.journal import FILE_NAME, Journal
+from harness.journal import FILE_NAME
+from harness.journal_reader import Journal
 from suites.unit import tiny_checkout
 
 CHECKOUT = Path(__file__).resolve().parents[2]

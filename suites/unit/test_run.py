@@ -19,7 +19,8 @@ import pytest
 from harness import platforms, progress, run
 from harness.errors import DiskError, InfraError, InterruptedRun, UsageError
 from harness.executor import Command, Ended
-from harness.journal import FILE_NAME, Journal, JournalTail
+from harness.journal import FILE_NAME
+from harness.journal_reader import Journal, JournalTail
 from suites.unit import tiny_checkout
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -178,7 +179,7 @@ def test_a_broken_file_costs_only_its_own_tests(tmp_path: Path) -> None:
     assert told.processes[0].rc == 1
 
 
-RUNNING = '"event": "start", "suite": "numerics", "id": "numerics/test_a::test_second"'
+RUNNING = '"event":"start","suite":"numerics","id":"numerics/test_a::test_second"'
 DRIVER = """
 import sys
 from pathlib import Path

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -91,28 +92,34 @@ def test_trivial(number): pass
 
 def cpu_seconds(root: Path, *options: str, plugin: bool) -> float:
     """What a pytest session takes of a core: wall time says more about the neighbours."""
-    before = os.times()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run_pytest(root, *options, plugin=plugin)
-    after = os.times()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "2000 passed" in done.stdout
-    return after.children_user - before.children_user + after.children_system - before.children_system
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def test_overhead(tmp_path: Path) -> None:
-    """Plugin and journal cost less than 5 % over plain pytest with JUnit, on 2,000 trivial tests, turn by turn.
+    """Plugin and journal cost less than 5 % over plain pytest with JUnit, on 2,000 trivial tests, pair by pair.
 
-    The least that each took counts: neighbours only add to it. It ends with the first round, from the third on, that is
-    within the limit; an overhead that is there is in every round.
+    One session differs from the next by more than that on a busy machine, so it takes a sign test: red when 12 of 15
+    pairs are beyond the limit (1.8 % by chance where the overhead is the limit itself), green as soon as 4 are not.
     """
     root = tiny_checkout.make(tmp_path, {"numerics/test_a": TRIVIAL})
-    plain: list[float] = []
-    ours: list[float] = []
-    while len(ours) < 3 or (min(ours) >= 1.05 * min(plain) and len(ours) < 15):
-        plain.append(cpu_seconds(root, f"--junit-xml={tmp_path}/x.xml", plugin=False))
-        (tmp_path / "out" / "journal.jsonl").unlink(missing_ok=True)
-        ours.append(cpu_seconds(root, plugin=True))
-    assert min(ours) < 1.05 * min(plain), (ours, plain)
-    assert (tmp_path / "out" / "journal.jsonl").read_bytes().count(b"\n") == 2000 * 4 + 3
+    pairs: list[tuple[float, float]] = []
+    within = 0
+    while within < 4 and len(pairs) - within < 12:
+        seconds: dict[bool, float] = {}
+        for plugin in (True, False) if len(pairs) % 2 else (False, True):
+            (tmp_path / "out" / "journal.jsonl").unlink(missing_ok=True)
+            options = () if plugin else (f"--junit-xml={tmp_path}/x.xml",)
+            seconds[plugin] = cpu_seconds(root, *options, plugin=plugin)
+            if plugin:
+                lines = (tmp_path / "out" / "journal.jsonl").read_bytes().count(b"\n")
+        assert lines == 2000 * 4 + 3
+        pairs.append((seconds[False], seconds[True]))
+        within += seconds[True] < 1.05 * seconds[False]
+    assert within >= 4, pairs
 
 
 def collected(seed: int) -> list[str]:

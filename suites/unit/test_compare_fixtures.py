@@ -1,12 +1,9 @@
-"""The fixtures of suites/conftest.py (evidence, seed, poison), and the ids that every suite collects."""
+"""The fixtures of suites/conftest.py: evidence, seed, poison."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,6 @@ import pytest
 import torch
 
 from suites.cases import poison_value
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_evidence_writes(evidence: Any) -> None:
@@ -67,36 +62,3 @@ def test_poison(dtype: torch.dtype, poison: None) -> None:
 def test_poison_ends_with_its_test() -> None:
     """Outside of the fixture torch is as it was."""
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def _collected(suite: str, hash_seed: int) -> list[str]:
-    """The test ids that pytest collects for a suite in a process of its own."""
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    for variable in ("TRITON_INTERPRET", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
-        environment.pop(variable, None)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", f"suites/{suite}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if "::" in line]
-
-
-SUITES = sorted(
-    path.name for path in (ROOT / "suites").iterdir() if any(path.glob("test_*.py")) and path.name != "perf"
-)
-
-
-@pytest.mark.parametrize("suite", [pytest.param(suite, id=f"compare-collected-{suite}") for suite in SUITES])
-def test_collection_is_the_same_everywhere(suite: str) -> None:
-    """Two processes with different hash seeds collect the same ids in the same order, each once, ASCII and readable.
-
-    xdist's workers must agree on the list (pytest-dev/pytest-xdist#432), and an id is a key of manifests and baselines.
-    """
-    ids = _collected(suite, 0)
-    assert ids == _collected(suite, 4)
-    assert len(set(ids)) == len(ids) > 0
-    for test in ids:
-        module, _, rest = test.partition("::")
-        name = f"{Path(module).stem}::{rest}"
-        assert name.isascii(), test
-        assert len(name) <= 150, f"{test} has {len(name)} characters; expected at most 150"
-        assert " at 0x" not in test, f"{test} holds an address"

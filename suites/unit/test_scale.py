@@ -12,7 +12,10 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from harness import combine, junit_merge
 from suites.unit import tiny_checkout
@@ -122,10 +125,10 @@ def test_overhead(tmp_path: Path) -> None:
     assert within >= 4, pairs
 
 
-def collected(seed: int) -> list[str]:
-    """The ids of the gated suites of this checkout, as pytest collects them under one hash seed."""
+def collected(suites: Sequence[str], seed: int) -> list[str]:
+    """The ids of some suites of this checkout, as pytest collects them in a process with a hash seed of its own."""
     environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS", "TRITON_INTERPRET"):
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS", "TRITON_INTERPRET", "PYTEST_CURRENT_TEST"):
         environment.pop(name, None)
     argv = [
         sys.executable,
@@ -139,21 +142,43 @@ def collected(seed: int) -> list[str]:
         "no:hypothesispytest",
     ]
     done = subprocess.run(
-        [*argv, "suites/numerics", "suites/codegen", "suites/loss"],
+        [*argv, *(f"suites/{suite}" for suite in suites)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
+        timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return [line for line in done.stdout.splitlines() if line.startswith("suites/")]
 
 
-def test_ids_do_not_depend_on_the_hash_seed() -> None:
-    """pytest-dev/pytest-xdist#432: the same ids in the same order under five hash seeds, and no address in any."""
-    first = collected(0)
-    assert len(first) > 1000
-    assert not [node_id for node_id in first if re.search(r"0x[0-9a-f]{6,}", node_id)]
-    for seed in range(1, 5):
-        assert collected(seed) == first
+GATED = ("codegen", "loss", "numerics")
+OTHERS = ("engine", "perf", "unit")
+
+
+def test_every_suite_is_collected() -> None:
+    """The two lists above leave out no folder of tests."""
+    assert {*GATED, *OTHERS} == {path.parent.name for path in (ROOT / "suites").glob("*/test_*.py")}
+
+
+@pytest.mark.parametrize(
+    ("suites", "seeds"), [pytest.param(GATED, 5, id="gated suites"), pytest.param(OTHERS, 2, id="other suites")]
+)
+def test_ids_do_not_depend_on_the_hash_seed(suites: Sequence[str], seeds: int) -> None:
+    """Every process collects the same ids in the same order, each once, ASCII, readable and without an address.
+
+    pytest-dev/pytest-xdist#432: workers must agree on the list. And an id is a key of manifests and baselines.
+    """
+    first = collected(suites, 0)
+    assert {Path(node_id).parts[1] for node_id in first} == set(suites)
+    assert len(set(first)) == len(first) > 1000
+    for node_id in first:
+        module, _, rest = node_id.partition("::")
+        name = f"{Path(module).stem}::{rest}"
+        assert name.isascii(), node_id
+        assert len(name) <= 150, f"{node_id} has {len(name)} characters; expected at most 150"
+        assert not re.search("0x[0-9a-f]{6}", name), f"{node_id} holds an address"
+    for seed in range(1, seeds):
+        assert collected(suites, seed) == first

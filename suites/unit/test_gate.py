@@ -806,7 +806,7 @@ def test_junit_of_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "file", "old", "new", "told"),
     [
-        ("failed", "journal.jsonl", ('"failed"', '"rc": 1'), ('"passed"', '"rc": 0'), "says FAIL of numerics/"),
+        ("failed", "journal.jsonl", ('"failed"', '"rc":1'), ('"passed"', '"rc":0'), "says FAIL of numerics/"),
         ("failed", "junit.xml", ("failure",), ("property",), "says PASS of numerics/"),
         ("passed", "junit.xml", ("[formats-e5m2]",), ("[formats-e5m3]",), "and junit.xml does not"),
         ("passed", "journal.jsonl", (), (), "and the journal holds no such test"),
@@ -824,9 +824,11 @@ def test_a_report_that_says_otherwise(
     assert gate.judge(folder).counts == judgement.counts
     text = (folder / file).read_text()
     for before, now in zip(old, new, strict=True):
+        assert before in text
         text = text.replace(before, now)
     if not old:  # every line of it goes
-        lines = text.replace(f', "{OTHER_TEST}"', "").splitlines(keepends=True)
+        assert f',"{OTHER_TEST}"' in text
+        lines = text.replace(f',"{OTHER_TEST}"', "").splitlines(keepends=True)
         text = "".join(line for line in lines if OTHER_TEST not in line)
     (folder / file).write_text(text)
     after = gate.judge(folder)

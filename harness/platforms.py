@@ -166,7 +166,7 @@ NEVER_SET = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTEST_ADDOPTS", "PYTEST_PLUGI
 off the assertions of what the tests call (pytest keeps those of test modules only)."""
 _NOT_INTERPRETED = (*NEVER_SET, "TRITON_INTERPRET")
 
-_CPU_NUMERICS = Execution(_INTERPRETED, NEVER_SET, "cores", 1200.0, 0.16, 4.0)
+_CPU_NUMERICS = Execution(_INTERPRETED, NEVER_SET, "cores", 1800.0, 0.16, 4.0)
 _GPU_NUMERICS = Execution(_COMPILED, _NOT_INTERPRETED, "gpus", 1200.0, 0.2, 20.0)
 _CODEGEN = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 2.0, 3.0)
 _LOSS = Execution(_COMPILED, _NOT_INTERPRETED, "cores", 1800.0, 35.0, 4.0)

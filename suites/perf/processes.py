@@ -62,8 +62,9 @@ def search_path() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Of a launch, and of what compiles for it."""
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": search_path()}
+    """Of a launch, and of what compiles for it: the same in every test, so that all are forks of one process."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**own, **ENVIRONMENT, "PYTHONPATH": search_path()}
 
 
 def forks() -> ForkServerContext:

@@ -67,16 +67,21 @@ def environment() -> dict[str, str]:
     return {**own, **ENVIRONMENT, "PYTHONPATH": search_path()}
 
 
+def preloaded() -> tuple[str, ...]:
+    """What processes that use the device are forks of: one that has imported this."""
+    return () if os.environ.get(FRESH_VARIABLE) == "1" else (PRELOAD,)
+
+
 def forks() -> ForkServerContext:
-    """For a pool of processes that use the device: forks of one that has imported what is slow to import."""
+    """For a pool of such processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
+    context.set_forkserver_preload(list(preloaded()))
     return context
 
 
 @functools.cache
-def _executor(fresh: bool) -> ForkedExecutor:
-    executor = ForkedExecutor(() if fresh else (PRELOAD,))
+def _executor(modules: tuple[str, ...]) -> ForkedExecutor:
+    executor = ForkedExecutor(modules)
     atexit.register(executor.close)
     return executor
 
@@ -138,7 +143,7 @@ def start(kind: str, cases: Sequence[str], tree: str | None) -> Running:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8ci-launch-")))
     out = folder / "launch.json"
     where = folder_of(folder, tree)
-    executor, cancelled = _executor(os.environ.get(FRESH_VARIABLE) == "1"), threading.Event()
+    executor, cancelled = _executor(preloaded()), threading.Event()
 
     def run() -> tuple[Ended, float]:
         argv = (sys.executable, "-m", "suites.perf.launch", "--kind", kind, "--out", str(out), *cases)

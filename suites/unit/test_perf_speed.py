@@ -172,6 +172,18 @@ def test_a_launch_without_a_gpu_says_so() -> None:
     }
 
 
+def test_no_fork_has_imported_torch_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8CI_PERF_FRESH=1: of launches, and of the pools that compile for them."""
+    told: list[list[str]] = []
+    monkeypatch.setattr(processes.multiprocessing.context.ForkServerContext, "set_forkserver_preload",
+                        lambda self, modules: told.append(modules))  # fmt: skip
+    processes.forks()
+    monkeypatch.setenv(processes.FRESH_VARIABLE, "1")
+    processes.forks()
+    assert told == [[processes.PRELOAD], []]
+    assert processes.preloaded() == ()
+
+
 PRELOADED = """
 import sys, threading
 import torch

@@ -782,6 +782,8 @@ def execute(
     if "slower" in stages and not any(slow.values()):
         problems.append("slower: no slower configuration was found")
     measured = Measured.read(out, table) if resume and (out / "launches.json").exists() else Measured(table)
+    if not measured.of:  # nothing of a run that could measure nothing
+        measured = Measured(table)
     judged = bool({"same", "slower"} & set(stages))
     with tempfile.TemporaryDirectory(prefix="fp8ci-prove-") as name:
         folder = Path(name)

@@ -199,8 +199,11 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert {side: len(cases[CASES[0]]) for side, cases in launched.items()} == {"same": 12, "slower": 12}
     assert proven(again, tmp_path, monkeypatch, stages, resume=True) == []
     assert again.started == 22
+    again.slower = {"probe": {"candidate": 1.9, "reference": 1.8, "probe": 2.1}}
+    assert proven(again, tmp_path, monkeypatch, ("probe", "sync"), resume=True) == []
+    assert again.started == 22 + 3 + 2
     assert proven(again, tmp_path, monkeypatch, stages) == []
-    assert again.started == 46
+    assert again.started == 27 + 24
 
 
 def test_only_launches_of_this_code_go_on(
@@ -228,6 +231,8 @@ def test_launches_that_measure_nothing_are_not_repeated(tmp_path: Path, monkeypa
     assert f"the first launch measured nothing: same: {CASES[0]}: the launch ended with 4: no device; " in found[0]
     assert "FP8CI_PERF_FRESH=1" in found[0]
     assert fake.started == 2
+    monkeypatch.setattr(prove, "judge_times", lambda out, measured: measured.errors)
+    assert proven(Fake({}), tmp_path, monkeypatch, ("same",), resume=True) == []
 
 
 def test_most_tries_of_the_same_must_say_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ made for a suspicion counts too: it is the same commit.
     fp8ci baseline calibrate --platform mi350x --runs 4        # on the machine, the day that one is there
     fp8ci baseline calibrate --from EVIDENCE --from EVIDENCE   # anywhere, from what such runs have left
 
-What is refused: runs of several commits, a dirty checkout, evidence with a red test other than what a baseline cures.
+What is refused: runs of several commits, a dirty checkout, one run given twice, evidence with a red test other than
+what a baseline cures. Where one row went wrong the others are good: `--without GLOB` leaves that one out.
 
 Not here: files (samples.py), noise and limits (speed.py), writing (record.py).
 """
@@ -18,13 +19,14 @@ Not here: files (samples.py), noise and limits (speed.py), writing (record.py).
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from harness import gate, record, samples, speed
+from harness import gate, manifest, record, samples, speed
 from harness.errors import ConfigError, MissingError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal_reader import Journal
@@ -61,19 +63,41 @@ class Calibrated:
         return f"{head}, {word}smallest slow-down that it can show {self.smallest:.1%}"
 
 
-def run_all(runs: int, execute: Callable[[str], Path], say: Callable[[str], None]) -> list[Path]:
+@dataclass(frozen=True)
+class Selected:
+    """Which rows of evidence are taken: those of `case`, less those of `without`; both as `--case` takes them.
+
+    What the evidence says of a whole process is of every row.
+    """
+
+    case: str | None = None
+    without: str | None = None
+
+    def __call__(self, test_id: str) -> bool:
+        if "::" not in test_id:
+            return True
+        left_out = self.without is not None and manifest.case_matches(test_id, self.without)
+        return manifest.case_matches(test_id, self.case) and not left_out
+
+
+EVERY = Selected()
+
+
+def run_all(
+    runs: int, execute: Callable[[str], Path], say: Callable[[str], None], selected: Selected = EVERY
+) -> list[Path]:
     """Run the suite `runs` times; evidence that is no ground for a baseline ends it."""
     found: list[Path] = []
     for number in range(1, runs + 1):
         say(f"calibrating: run {number} of {runs}")
         evidence = execute(f"run-{number}")
-        check(evidence)
+        check(evidence, selected)
         found.append(evidence)
     return found
 
 
-def check(evidence: Path) -> None:
-    """ConfigError for evidence with anything red or unclear that calibrating does not cure.
+def check(evidence: Path, selected: Selected = EVERY) -> None:
+    """ConfigError for evidence with anything red or unclear, among the rows that are taken, that is not cured by this.
 
     A row that is too noisy to gate is cured by more launches, or recorded as what it is.
     """
@@ -81,7 +105,8 @@ def check(evidence: Path) -> None:
     bad = [
         result
         for result in gate.judge(evidence).worst_first
-        if result.verdict not in curable
+        if selected(result.id)
+        and result.verdict not in curable
         and not (result.verdict is Verdict.INCONCLUSIVE and (result.baseline or {}).get("limit", 0) > speed.TOO_NOISY)
     ]
     if bad:
@@ -89,11 +114,11 @@ def check(evidence: Path) -> None:
             f"{evidence} has {len(bad)} rows that are no ground for a baseline, first {bad[0].id}: {bad[0].verdict} "
             f"{bad[0].message}",
             "a run on a machine that held still, in which every row was measured",
-            f"read {evidence}/summary.md, and run again",
+            f"read {evidence}/summary.md, and run again; or leave the row out, --without {bad[0].id!r}",
         )
 
 
-def rows_of(evidence: Path) -> list[PerfRun]:
+def rows_of(evidence: Path, selected: Selected = EVERY) -> list[PerfRun]:
     """The rows of one evidence folder. ConfigError for a dirty checkout."""
     run = gate.read_run(evidence)
     if run.get("dirty"):
@@ -105,20 +130,24 @@ def rows_of(evidence: Path) -> list[PerfRun]:
     where = record.provenance(run)
     found: list[PerfRun] = []
     for one in record.measured(Journal.read(evidence / JOURNAL_FILE).tests.values(), "samples_file"):
+        if not selected(one.id):
+            continue
         measured = samples.read(evidence / str(one.properties["samples_file"]))
         mine = msgspec.structs.replace(measured, launches=list(measured.of("candidate")))
         found.append(PerfRun(test=one.id, samples=mine, provenance=where))
     return found
 
 
-def changes(root: Path, platform: Platform, evidence: Sequence[Path]) -> tuple[Change, list[Calibrated]]:
+def changes(
+    root: Path, platform: Platform, evidence: Sequence[Path], selected: Selected = EVERY
+) -> tuple[Change, list[Calibrated]]:
     """What calibrating would write, and what is known of each row afterwards.
 
     Raises:
-        ConfigError: the runs are of several commits, or of a dirty one.
+        ConfigError: the runs are of several commits, of a dirty one, or two of them are one.
         MissingError: they measured nothing.
     """
-    fresh = [row for folder in evidence for row in rows_of(folder)]
+    fresh = [row for folder in evidence for row in rows_of(folder, selected)]
     if not fresh:
         raise MissingError("nothing to calibrate: no test left samples", "a run of the perf suite", "run it on a GPU")
     commits = sorted({row.provenance.commit for row in fresh})
@@ -127,6 +156,13 @@ def changes(root: Path, platform: Platform, evidence: Sequence[Path]) -> tuple[C
             f"the runs are of {len(commits)} commits, {commits[0][:12]} and {commits[1][:12]}",
             "one: the noise of a row is what differs without a change",
             "calibrate from runs of one commit",
+        )
+    twice = [key for key, count in Counter(row.key for row in fresh).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"{twice[0][0]} was measured twice by runs that started at {twice[0][1]}",
+            "each run once, or runs of other rows where several start together",
+            "give each folder once, and leave the row out of one run",
         )
     path = root / "baselines" / platform.id / samples.PERF_FILE
     old = samples.load(path, platform.id).rows if path.exists() else []

@@ -251,7 +251,8 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
         "calibrate", help="run the perf suite several times on one commit: noise and smallest effect of each row"
     )
     calibrate.add_argument("--platform", default="auto", metavar="ID", help="auto or a platform's id (default: auto)")
-    calibrate.add_argument("--case", metavar="GLOB,...", help="only these rows")
+    calibrate.add_argument("--case", metavar="GLOB,...", help="only these rows, also of existing evidence")
+    calibrate.add_argument("--without", metavar="GLOB,...", help="not these rows, whatever the evidence says of them")
     calibrate.add_argument("--root", type=Path, metavar="DIR", help="checkout (default: the nearest one upwards)")
     calibrate.add_argument("--runs", type=int, metavar="N", help="runs of three launches each (default: 4)")
     calibrate.add_argument(
@@ -727,18 +728,19 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     root = _root(options.root)
     runs = _runs_asked(options, calibrate.DEFAULT_RUNS, "1 or more", "noise needs five launches, two runs")
+    selected = calibrate.Selected(options.case, options.without)
     if options.sources:
         platform = _one_platform([gate.read_run(folder) for folder in options.sources])
         for folder in options.sources:
-            calibrate.check(folder)
+            calibrate.check(folder, selected)
         evidence = list(options.sources)
     else:
         platform, reason = _resolve(options.platform)
         if platform.vendor == "cpu":
             raise UsageError("speed is not measured on a CPU", "a platform with a GPU", "calibrate on such a machine")
         execute = _executed(options, root, platform, reason, "calibrate")
-        evidence = calibrate.run_all(runs, lambda name: execute((calibrate.SUITE,), {}, (), name), _say)
-    change, known = calibrate.changes(root, platform, evidence)
+        evidence = calibrate.run_all(runs, lambda name: execute((calibrate.SUITE,), {}, (), name), _say, selected)
+    change, known = calibrate.changes(root, platform, evidence, selected)
     proposal.add_up(root, [change])
     for line in record.write(root, [change], options.loosen):
         _print(line + "\n")

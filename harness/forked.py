@@ -18,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,9 @@ GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 
 POLL = 0.02
+
+START_DEADLINE = 300.0
+"""Seconds that a nursery may take for its imports."""
 
 # Folders that are a run's own. Everything else of an environment may have been read by what is imported.
 OWN = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -56,7 +60,10 @@ class ForkedExecutor:
         if command.argv[:2] != (sys.executable, "-m") or on_output is not None:
             raise InfraError(f"{command.argv[0]} cannot be forked", f"{sys.executable} -m MODULE", "run it locally")
         command.log.parent.mkdir(parents=True, exist_ok=True)
-        nursery = self._nursery(command.environment)
+        begun = time.monotonic()
+        nursery = self._nursery(command.environment, cancelled)
+        if nursery is None:
+            return Ended(None, "SIGKILL", "interrupt", time.monotonic() - begun, 0)
         order = {"argv": command.argv[2:], "environment": dict(command.environment)}
         started = time.monotonic()
         _send(nursery, {**order, "folder": str(command.folder), "log": str(command.log.absolute())})
@@ -92,10 +99,14 @@ class ForkedExecutor:
             assert nursery.stdout is not None
             nursery.wait()
             nursery.stdout.close()
+            if nursery.stderr is not None:
+                nursery.stderr.close()
         self._nurseries.clear()
 
-    def _nursery(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """This thread's nursery for an environment, started where there is none."""
+    def _nursery(self, environment: Mapping[str, str], cancelled: threading.Event) -> subprocess.Popen[bytes] | None:
+        """This thread's nursery for an environment, started where there is none; None where it was cancelled before it
+        had imported everything. InfraError for one that does not come so far.
+        """
         shared = {name: value for name, value in environment.items() if name not in OWN}
         key = (threading.get_ident(), frozenset(shared.items()))
         nursery = self._nurseries.get(key)
@@ -103,10 +114,16 @@ class ForkedExecutor:
             # -P: the script's own folder stays out of sys.path.
             argv = [sys.executable, "-P", str(_NURSERY), *self.modules]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            nursery = subprocess.Popen(
-                argv, bufsize=0, env=shared, stderr=subprocess.DEVNULL, start_new_session=True, **pipes
-            )
+            errors = tempfile.TemporaryFile()  # noqa: SIM115 - the nursery's own, for `_gone`; `close` closes it
+            nursery = subprocess.Popen(argv, bufsize=0, env=shared, stderr=errors, start_new_session=True, **pipes)
+            nursery.stderr = errors
             self._nurseries[key] = nursery
+            until = time.monotonic() + START_DEADLINE
+            while not _has_said(nursery):
+                if cancelled.is_set() or time.monotonic() > until:
+                    nursery.kill()
+                    if cancelled.is_set():
+                        return None
             _receive(nursery)
         return nursery
 
@@ -136,4 +153,9 @@ def _receive(nursery: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 def _gone(nursery: subprocess.Popen[bytes]) -> InfraError:
     ended = nursery.wait()
-    return InfraError(f"the process that forks tests ended with {ended}", "one that lives on", "run again")
+    said: list[str] = []
+    if nursery.stderr is not None:
+        nursery.stderr.seek(0)
+        said = nursery.stderr.read().decode("utf-8", "replace").strip().splitlines()
+    told = f"{ended}: {said[-1]}" if said else str(ended)
+    return InfraError(f"the process that forks tests ended with {told}", "one that lives on", "run again")

@@ -52,7 +52,7 @@ RESERVED = 1 << 20
 """Bytes kept free in the evidence folder, so that a test which fills its disk can still be reported."""
 
 _OWN_FILES = (RUN_FILE, CAPABILITIES_FILE, journal.FILE_NAME, "junit.xml", "summary.md", "report.html", RESERVE)
-_OWN_FOLDERS = ("logs", "losses", "isa", "samples", "charts", JUDGED_WITH)
+_OWN_FOLDERS = ("logs", "losses", "isa", "samples", "launches", "charts", JUDGED_WITH)
 
 
 @dataclass(frozen=True)

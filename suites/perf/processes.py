@@ -62,20 +62,26 @@ def search_path() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Of a launch, and of what compiles for it."""
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": search_path()}
+    """Of a launch, and of what compiles for it: the same in every test, so that all are forks of one process."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**own, **ENVIRONMENT, "PYTHONPATH": search_path()}
+
+
+def preloaded() -> tuple[str, ...]:
+    """What processes that use the device are forks of: one that has imported this."""
+    return () if os.environ.get(FRESH_VARIABLE) == "1" else (PRELOAD,)
 
 
 def forks() -> ForkServerContext:
-    """For a pool of processes that use the device: forks of one that has imported what is slow to import."""
+    """For a pool of such processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
+    context.set_forkserver_preload(list(preloaded()))
     return context
 
 
 @functools.cache
-def _executor(fresh: bool) -> ForkedExecutor:
-    executor = ForkedExecutor(() if fresh else (PRELOAD,))
+def _executor(modules: tuple[str, ...]) -> ForkedExecutor:
+    executor = ForkedExecutor(modules)
     atexit.register(executor.close)
     return executor
 
@@ -137,7 +143,7 @@ def start(kind: str, cases: Sequence[str], tree: str | None) -> Running:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8ci-launch-")))
     out = folder / "launch.json"
     where = folder_of(folder, tree)
-    executor, cancelled = _executor(os.environ.get(FRESH_VARIABLE) == "1"), threading.Event()
+    executor, cancelled = _executor(preloaded()), threading.Event()
 
     def run() -> tuple[Ended, float]:
         argv = (sys.executable, "-m", "suites.perf.launch", "--kind", kind, "--out", str(out), *cases)

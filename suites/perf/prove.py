@@ -3,10 +3,10 @@
 Launches a few rows of the perf suite from this checkout and from copies of it that were made worse on purpose, and
 judges the samples as the gate would (harness/speed.py), in ten tries each:
 
-    same     this checkout against itself: no try may be a REGRESSION
+    same     this checkout against itself: no try may be a REGRESSION, and most are a PASS
     slower   each kernel with a launch configuration that is 10 % slower here: REGRESSION in nine of ten tries (the row
              of the linear layer has none: its products are the library's)
-    probe    a copy loop beside the launches: no row may be a REGRESSION
+    probe    a copy loop beside the launches: no row may be a REGRESSION, and some row shows that it was there
     sync     an op that waits for the device: REGRESSION by its count
 
 A try is three launches and, where these raise a suspicion, three more; it is judged against the launches of this
@@ -19,7 +19,8 @@ the table's own: taken is the one that is slower by 10 % or more, and the least 
 
 DIR gets, each as soon as it is known: `launches.json`, `probe.json`, `sync.json` with raw launches, `<stage>.json` with
 the verdict of each try, and `verdicts.json`, which is the table that ends the output. With --seconds, launches of the
-first two stages end early enough for the others. With --again it judges what DIR/launches.json holds, without a GPU.
+first two stages end early enough for the others; their tries are judged last. What was cut off goes on with --resume,
+from DIR's configurations and launches, or is judged as it is with --again, without a GPU.
 Exit codes: 0 all hold, 1 one does not, 2 usage, 4 no GPU.
 
 Not here: timing (timing.py), launches (launch.py, processes.py), verdicts (harness/speed.py).
@@ -29,7 +30,9 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import gc
+import hashlib
 import json
 import math
 import os
@@ -92,6 +95,9 @@ ODD = frozenset({Verdict.REGRESSION, Verdict.FAIL, Verdict.MISSING, Verdict.IMPL
 """What no try of an unchanged checkout may say."""
 UNDISTURBED = frozenset({Verdict.INCONCLUSIVE, Verdict.INFRA, Verdict.PASS})
 """What may be said beside a copy loop: PASS of a row whose probe it has not moved."""
+LEAST_PASSED = TRIES // 2 + 1
+"""Of an unchanged checkout: where most tries say nothing, no false alarm proves nothing."""
+CONFIGURATIONS = "configurations.json"
 
 
 def chosen(fmt: str) -> list[rows.Row]:
@@ -280,10 +286,10 @@ def _least(factors: Mapping[Any, float]) -> Any:
     return max(factors, key=lambda name: factors[name], default=None)
 
 
-def survey(fmt: str, platform: str) -> tuple[list[str], dict[str, Slower | None]]:
-    """In a process of its own: (what is wrong, slower configurations by op)."""
+def survey(fmt: str, platform: str, slower: bool) -> tuple[list[str], dict[str, Slower | None]]:
+    """In a process of its own: (what is wrong, slower configurations by op where they are asked for)."""
     wrong = check(fmt)
-    if wrong:
+    if wrong or not slower:
         return wrong, {}
     one_table = [("rowwise", OPS["rowwise"]), ("experts", OPS["experts"])]
     asked: dict[str, Callable[[], Slower | None]] = {
@@ -304,12 +310,18 @@ def survey(fmt: str, platform: str) -> tuple[list[str], dict[str, Slower | None]
     return [], found
 
 
-def surveyed(fmt: str, platform: str, compiles: bool) -> tuple[list[str], dict[str, Slower | None]]:
+def surveyed(fmt: str, platform: str, slower: bool) -> tuple[list[str], dict[str, Slower | None]]:
     """`survey` in a process that gives the device back, after what it needs was compiled side by side."""
-    if compiles:
+    if slower:
         compile_all(fmt, platform, processes.jobs())
     with concurrent.futures.ProcessPoolExecutor(1, processes.forks()) as pool:
-        return pool.submit(survey, fmt, platform).result()
+        return pool.submit(survey, fmt, platform, slower).result()
+
+
+def kept(out: Path) -> dict[str, Slower | None]:
+    """The slower configurations that an earlier run has found; it wrote them when its results were right."""
+    found = json.loads((out / CONFIGURATIONS).read_text(encoding="utf-8"))
+    return {op: Slower(**{**one, "key": tuple(one["key"])}) if one else None for op, one in found.items()}
 
 
 # Copies of this checkout that are worse -----------------------------------------------------------------------------
@@ -383,7 +395,7 @@ class Measured:
     def add(self, side: str, document: Mapping[str, Any]) -> None:
         self.seconds.setdefault(side, []).append(round(document.get("seconds", 0.0), 2))
         self.parts.setdefault(side, []).append(document.get("parts", {}))
-        self.resolution_ns = float(document.get("resolution_ns", 0.0))
+        self.resolution_ns = float(document.get("resolution_ns", self.resolution_ns))
         for case, message in document["errors"].items():
             self.errors.append(f"{side}: {case}: {message}")
         for case, fields in document["rows"].items():
@@ -392,6 +404,21 @@ class Measured:
 
     def samples(self, case: str, launched: Sequence[Launch]) -> Samples:
         return rows.samples(self.table[case], self.kind, launched, self.resolution_ns)
+
+    def made(self, side: str) -> int:
+        """How many launches of a side have measured every row of it."""
+        return min(map(len, self.of.get(side, {}).values()), default=0)
+
+    @staticmethod
+    def read(out: Path, table: Sequence[rows.Row]) -> Measured:
+        """What an earlier run has left in `launches.json`."""
+        document = json.loads((out / "launches.json").read_text(encoding="utf-8"))
+        measured = Measured(table)
+        measured.of = msgspec.convert(document["launches"], dict[str, dict[str, list[Launch]]])
+        measured.seconds, measured.errors = document["seconds_a_launch"], document["errors"]
+        measured.parts = document.get("parts_of_a_launch", {})
+        measured.resolution_ns = document["resolution_ns"]
+        return measured
 
 
 def numbered(launched: Sequence[Launch], side: str = "candidate") -> list[Launch]:
@@ -479,8 +506,19 @@ def disturbed() -> Iterator[None]:
                 loop.kill()
 
 
+@functools.cache
+def code() -> str:
+    """Names the code that is timed and the code that times: runs of two commits are no one proof."""
+    digest = hashlib.sha256()
+    for folder in ("fp8stack", "suites/perf"):
+        for path in sorted((processes.ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> None:
     document = {
+        "code": code(),
         **told,
         "seconds_a_launch": measured.seconds,
         "parts_of_a_launch": measured.parts,
@@ -488,7 +526,9 @@ def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> 
         "resolution_ns": measured.resolution_ns,
         "launches": msgspec.to_builtins(measured.of),
     }
-    (out / f"{name}.json").write_text(json.dumps(document, allow_nan=True) + "\n", encoding="utf-8")
+    whole = out / f"{name}.part"  # a run that is cut off here keeps what it had
+    whole.write_text(json.dumps(document, allow_nan=True) + "\n", encoding="utf-8")
+    whole.replace(out / f"{name}.json")
 
 
 def say(text: str) -> None:
@@ -550,16 +590,26 @@ def breakdown(measured: Measured, side: str) -> list[str]:
 
 
 def measure_times(
-    out: Path, table: Sequence[rows.Row], slow_tree: Path | None, count: int, ahead: bool, until: float
-) -> Measured:
-    """Launches of this checkout and of the slower copy in turns, as many as leave time for the other stages."""
-    measured = Measured(table)
-    mine = [row.case for row in table]
-    moved = [row.case for row in table if row.op != "linear"]
+    out: Path, measured: Measured, slow_tree: Path | None, count: int, ahead: bool, until: float, later: int
+) -> None:
+    """Launches of this checkout and of the slower copy in turns, as many as leave time for the other stages.
+
+    later: how many launches the other stages take as long as.
+    """
+    mine = list(measured.table)
+    moved = [row.case for row in measured.table.values() if row.op != "linear"]
     order: list[tuple[str, Sequence[str], str | None]] = []
     for number in range(count):
         pair = [("same", mine, None), ("slower", moved, str(slow_tree))]
         order += (pair if number % 2 == 0 else pair[::-1]) if slow_tree else pair[:1]
+    known = {side: measured.made(side) for side in ("same", "slower")}  # by an earlier run
+    place = Counter[str]()
+    left_over = []
+    for one in order:
+        place[one[0]] += 1
+        if place[one[0]] > known[one[0]]:
+            left_over.append(one)
+    order = left_over
     begun = time.monotonic()
     with closing(launches("time", order, ahead)) as found:
         for number, (side, document) in enumerate(found, 1):
@@ -569,11 +619,15 @@ def measure_times(
             if number in (2, 6):
                 say(f"  {number} of {len(order)} launches in {spent:.0f} s; all would take {each * len(order):.0f} s")
             write(out, "launches", measured, {})
+            if not measured.of:
+                raise RuntimeError(
+                    f"the first launch measured nothing: {measured.errors[0]}; expected samples of a row; mend that, "
+                    f"or try {processes.FRESH_VARIABLE}=1, for launches that are no forks of what has imported torch"
+                )
             left = until - time.monotonic()
-            if left < (2 + LEFT_LAUNCHES) * each + LEFT_SECONDS and (number % 2 == 0 or not slow_tree):
+            if left < (2 + later) * each + LEFT_SECONDS and (number % 2 == 0 or not slow_tree):
                 say(f"  no more launches: {number} of {len(order)} were made, and {left:.0f} s are left")
                 break
-    return measured
 
 
 def judge_times(out: Path, measured: Measured) -> list[str]:
@@ -586,6 +640,8 @@ def judge_times(out: Path, measured: Measured) -> list[str]:
             problems.append(f"{side}: a launch takes {statistics.median(seconds):.1f} s, at most {LAUNCH_SECONDS:.0f}")
     for side in measured.of:
         told: dict[str, Any] = {}
+        expected = [row.case for row in measured.table.values() if side == "same" or row.op != "linear"]
+        problems += [f"{side}: {case} was not launched" for case in expected if case not in measured.of[side]]
         say(f"{side}: {TRIES} tries")
         for case, launched in measured.of[side].items():
             ours = measured.of.get("same", {}).get(case, [])
@@ -606,6 +662,9 @@ def judge_times(out: Path, measured: Measured) -> list[str]:
                     problems.append(
                         f"same: {case}, {how}: {len(odd)} of {TRIES} are {odd[0].verdict}: {odd[0].message}"
                     )
+                passed = sum(one.verdict is Verdict.PASS for one in some)
+                if side == "same" and passed < LEAST_PASSED:
+                    problems.append(f"same: {case}, {how}: only {passed} of {TRIES} are PASS: {counted(some)}")
                 if side == "slower" and not short and red < 9:
                     problems.append(f"slower: {case}, {how}: only {red} of {TRIES} are REGRESSION")
             last = found["recorded"][-1]
@@ -621,21 +680,23 @@ def judge_times(out: Path, measured: Measured) -> list[str]:
 def prove_probe(out: Path, table: Sequence[rows.Row], ahead: bool) -> list[str]:
     """Stage `probe`: this checkout with a copy loop beside, against its launches without one."""
     measured = Measured(table)
-    quiet = json.loads((out / "launches.json").read_text(encoding="utf-8"))["launches"]["same"]
-    measured.of["same"] = msgspec.convert(quiet, dict[str, list[Launch]])
+    measured.of["same"] = Measured.read(out, table).of["same"]
     mine = [row.case for row in table]
-    with disturbed():
-        for side, document in launches("time", [("probe", mine, None)] * speed.LEAST_LAUNCHES, ahead):
+
+    def launch(cases: Sequence[str]) -> None:
+        for side, document in launches("time", [("probe", cases, None)] * speed.LEAST_LAUNCHES, ahead):
             measured.add(side, document)
+            write(out, "probe", measured, {})
+
+    with disturbed():
+        launch(mine)
         suspects = [
             case
             for case, launched in measured.of.get("probe", {}).items()
             if speed.suspected(measured.samples(case, numbered(launched)), _runs(measured, case))
         ]
         if suspects:
-            order = [("probe", suspects, None)] * speed.LEAST_LAUNCHES
-            for side, document in launches("time", order, ahead):
-                measured.add(side, document)
+            launch(suspects)
     say("probe: with a copy loop beside")
     problems, told = measured.errors[:10], {}
     for case, launched in measured.of.get("probe", {}).items():
@@ -645,6 +706,10 @@ def prove_probe(out: Path, table: Sequence[rows.Row], ahead: bool) -> list[str]:
         note(out, case, probe=f"{found.verdict} {found.cause}".strip())
         if found.verdict not in UNDISTURBED:
             problems.append(f"probe: {case} is {found.verdict} beside a copy loop: {found.message}")
+    missing = [row.case for row in table if row.case not in told]
+    problems += [f"probe: {case} has no launch" for case in missing]
+    if all(one["verdict"] == Verdict.PASS for found in told.values() for one in found):
+        problems.append("probe: the copy loop has moved no row: expected one at least that is INCONCLUSIVE or INFRA")
     write(out, "probe", measured, {"verdicts": told})
     return problems
 
@@ -676,11 +741,19 @@ def prove_sync(out: Path, table: Sequence[rows.Row], tree: Path, ahead: bool) ->
 
 
 def execute(
-    out: Path, stages: Sequence[str], count: int, platform: str, ahead: bool, seconds: float = math.inf
+    out: Path,
+    stages: Sequence[str],
+    count: int,
+    platform: str,
+    ahead: bool,
+    seconds: float = math.inf,
+    resume: bool = False,
 ) -> list[str]:
     """What does not hold."""
     begun = time.monotonic()
-    (out / VERDICTS).unlink(missing_ok=True)
+    if not resume:
+        for name in (VERDICTS, CONFIGURATIONS, *(f"{name}.json" for name in ("launches", *STAGES))):
+            (out / name).unlink(missing_ok=True)
 
     def spent() -> str:
         return f"[{time.monotonic() - begun:.0f} s]"
@@ -690,8 +763,9 @@ def execute(
     problems: list[str] = []
     wrong: list[str] = []
     slow: Mapping[str, Slower | None] = {}
+    known = resume and (out / CONFIGURATIONS).exists()
     try:
-        wrong, slow = surveyed(fmt, platform, "slower" in stages)
+        wrong, slow = ([], kept(out)) if known else surveyed(fmt, platform, "slower" in stages)
     except Exception as error:  # what needs no slower kernel goes on
         traceback.print_exc()
         problems.append(f"survey: {type(error).__name__}: {error}")
@@ -700,12 +774,17 @@ def execute(
     say(f"{spent()} {'not known whether results are right' if problems else 'results are right'}; slower here:")
     for op, one in slow.items():
         say(f"  {op}: " + ("nothing found" if one is None else f"{one.factor:.3f}x, {one.config}"))
-    (out / "configurations.json").write_text(
-        json.dumps({op: asdict(one) if one else None for op, one in slow.items()}, indent=1) + "\n"
-    )
+    if slow and not known:
+        (out / CONFIGURATIONS).write_text(
+            json.dumps({op: asdict(one) if one else None for op, one in slow.items()}, indent=1) + "\n"
+        )
     say(f"  linear: {NO_SLOWER}")
     if "slower" in stages and not any(slow.values()):
         problems.append("slower: no slower configuration was found")
+    measured = Measured.read(out, table) if resume and (out / "launches.json").exists() else Measured(table)
+    if not measured.of:  # nothing of a run that could measure nothing
+        measured = Measured(table)
+    judged = bool({"same", "slower"} & set(stages))
     with tempfile.TemporaryDirectory(prefix="fp8ci-prove-") as name:
         folder = Path(name)
         slow_tree = worse_tree(folder / "slower", lines_of(slow)) if "slower" in stages and any(slow.values()) else None
@@ -715,17 +794,20 @@ def execute(
             say(f"{spent()} compiled {tree or 'this checkout'} {told}")
 
         def times() -> list[str]:
-            measured = measure_times(out, table, slow_tree, count, ahead, begun + seconds)
-            say(f"{spent()} launched")
-            return judge_times(out, measured)
+            wanted = count if judged else speed.NOISE_LAUNCHES
+            later = LEFT_LAUNCHES if {"probe", "sync"} & set(stages) else 0
+            measure_times(out, measured, slow_tree, wanted, ahead, begun + seconds, later)
+            return []
 
         steps: dict[str, Callable[[], list[str]]] = {
             "same": times,
             "probe": lambda: prove_probe(out, table, ahead),
             "sync": lambda: prove_sync(out, table, worse_tree(folder / "sync", {SYNC_MODULE: SYNC}), ahead),
+            "tries": lambda: judge_times(out, measured),
         }
+        asked = {*stages, *(("same",) if judged or "probe" in stages else ()), *(("tries",) if judged else ())}
         for stage, step in steps.items():
-            if stage in stages or (stage == "same" and {"slower", "probe"} & set(stages)):
+            if stage in asked:
                 try:
                     found = step()
                 except Exception as error:  # the other stages go on
@@ -738,13 +820,7 @@ def execute(
 
 def again(out: Path) -> list[str]:
     """What does not hold, of the launches that an earlier run has left."""
-    document = json.loads((out / "launches.json").read_text(encoding="utf-8"))
-    measured = Measured(chosen("e4m3fn"))
-    measured.of = msgspec.convert(document["launches"], dict[str, dict[str, list[Launch]]])
-    measured.seconds, measured.errors = document["seconds_a_launch"], document["errors"]
-    measured.parts = document.get("parts_of_a_launch", {})
-    measured.resolution_ns = document["resolution_ns"]
-    return judge_times(out, measured)
+    return judge_times(out, Measured.read(out, chosen("e4m3fn")))
 
 
 SYNC_MODULE = "fp8stack.kernels.rowwise"
@@ -758,6 +834,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--platform", default="h200", metavar="ID", help="whose recorded sweeps to look into")
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="end within about so many")
     parser.add_argument("--again", action="store_true", help="judge what an earlier run has left in DIR; needs no GPU")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from what an earlier run of this commit left there"
+    )
     parser.add_argument("--one-by-one", action="store_true", help="start no launch while another one is measured")
     options = parser.parse_args(argv)
     if not (options.again or torch.cuda.is_available()):
@@ -767,13 +846,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prove: --launches is {options.launches}; expected {WHOLE} or more; correct it", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
+    earlier = options.out / "launches.json"
+    if options.resume and earlier.exists() and json.loads(earlier.read_text(encoding="utf-8"))["code"] != code():
+        print(f"prove: {earlier} is of other code; expected launches of this checkout; leave --resume out, "
+              "or name another --out", file=sys.stderr)  # fmt: skip
+        return 2
     os.environ.setdefault("TRITON_CACHE_DIR", str(options.out / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.out / "inductor"))
     if options.again:
         problems = again(options.out)
     else:
         stages, ahead = options.stage or STAGES, not options.one_by_one
-        problems = execute(options.out, stages, options.launches, options.platform, ahead, options.seconds)
+        problems = execute(
+            options.out, stages, options.launches, options.platform, ahead, options.seconds, options.resume
+        )
     say("\n".join(table_of(options.out)))
     for problem in problems:
         say(f"does not hold: {problem}")

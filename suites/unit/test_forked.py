@@ -156,6 +156,24 @@ def test_a_nursery_that_dies_is_named(executor: ForkedExecutor, tmp_path: Path) 
     assert run(executor, command(tmp_path, "pass"))[0].rc == 0
 
 
+def test_a_nursery_that_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it died of is told; one that hangs is ended, by its deadline or with what waits for it."""
+    (tmp_path / "broken.py").write_text("raise OSError('libcuda.so.1: cannot open')")
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    given = command(tmp_path, "pass", PYTHONPATH=str(tmp_path))
+    with pytest.raises(InfraError, match=r"ended with 1: OSError: libcuda\.so\.1: cannot open"):
+        run(ForkedExecutor(("broken",)), given)
+    hangs, cancelled, begun = ForkedExecutor(("hangs",)), threading.Event(), time.monotonic()
+    threading.Timer(0.2, cancelled.set).start()
+    ended = hangs.run(given, cancelled=cancelled)
+    assert (ended.rc, ended.signal, ended.killed_by) == (None, "SIGKILL", "interrupt")
+    monkeypatch.setattr("harness.forked.START_DEADLINE", 0.2)
+    with pytest.raises(InfraError, match="ended with -9"):
+        hangs.run(given, cancelled=threading.Event())
+    hangs.close()
+    assert time.monotonic() - begun < 10
+
+
 def test_what_cannot_be_forked(executor: ForkedExecutor, tmp_path: Path) -> None:
     """Only `python -m` of this Python."""
     with pytest.raises(InfraError, match="/bin/true cannot be forked"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -73,6 +74,7 @@ def proven(
     count: int = 1,
     seconds: float = math.inf,
     surveyed: Callable[..., Any] | None = None,
+    resume: bool = False,
 ) -> list[str]:
     """The stages on the first `count` of the six rows."""
 
@@ -87,11 +89,11 @@ def proven(
     monkeypatch.setattr(processes, "start", fake.start)
     monkeypatch.setattr(processes, "prepare", lambda cases, tree: "")
     monkeypatch.setattr(prove, "disturbed", Beside)
-    monkeypatch.setattr(prove, "surveyed", surveyed or (lambda fmt, platform, compiles: ([], {"rowwise": slow})))
+    monkeypatch.setattr(prove, "surveyed", surveyed or (lambda fmt, platform, slower: ([], {"rowwise": slow})))
     monkeypatch.setattr(prove, "chosen", lambda fmt, chosen=prove.chosen: chosen("e4m3fn")[:count])
     # The work of the other rows is not that of the drawn one: no rate to compare.
     monkeypatch.setattr(prove.Measured, "samples", _without_work(prove.Measured.samples))
-    return prove.execute(tmp_path, stages, 12, "h200", True, seconds)
+    return prove.execute(tmp_path, stages, 12, "h200", True, seconds, resume)
 
 
 def _without_work(made: Any) -> Any:
@@ -104,7 +106,7 @@ def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     fake = Fake({"slower": {"candidate": 1.12}, "probe": neighbour})
     assert proven(fake, tmp_path, monkeypatch, prove.STAGES, 6) == []
     told = capsys.readouterr().out
-    assert "same: 10 tries" in told
+    assert "sync done" in told.partition("same: 10 tries")[0]  # what needs no device comes last
     assert "  a launch of same: 1.00 s (start 0.75, rows 0.25)\n" in told
     assert f"    {CASES[0]}: 0.25 s (data 0.05, warm 0.20)\n" in told
     assert "  linear: its products are the library's" in told
@@ -166,6 +168,121 @@ def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "PASS / REGRESSION" in prove.table_of(tmp_path)[1]
 
 
+def test_time_is_kept_for_the_stages_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that take a second each, and 60 of them: all 24 where only the verdicts come after."""
+    fake, now = Fake({"slower": {"candidate": 1.12}}), [0.0]
+    start = fake.start
+
+    def slowly(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        now[0] += 1.0
+        return start(kind, cases, tree)
+
+    fake.start = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(prove, "time", argparse.Namespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(prove, "judge_times", lambda out, measured: [str(measured.made("same"))])
+    assert proven(fake, tmp_path, monkeypatch, ("same", "slower"), seconds=60.0) == ["12"]
+    assert fake.started == 24
+    now[0] = 0.0
+    assert proven(fake, tmp_path, monkeypatch, prove.STAGES, seconds=60.0)[-1] == "8"
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its configurations and launches: what is missing is launched, the survey is not made again."""
+    first, again = Fake({"slower": {"candidate": 1.12}}), Fake({"slower": {"candidate": 1.12}})
+    stages = ("same", "slower")
+    monkeypatch.setattr(prove, "judge_times", lambda out, measured: ["few"] if measured.made("slower") < 12 else [])
+    assert proven(first, tmp_path, monkeypatch, stages, seconds=20.0)
+    assert first.started == 3  # one was under way
+    assert proven(again, tmp_path, monkeypatch, stages, surveyed=lambda *given: 1 / 0, resume=True) == []
+    assert again.started == 22
+    launched = json.loads((tmp_path / "launches.json").read_text())["launches"]
+    assert {side: len(cases[CASES[0]]) for side, cases in launched.items()} == {"same": 12, "slower": 12}
+    assert proven(again, tmp_path, monkeypatch, stages, resume=True) == []
+    assert again.started == 22
+    again.slower = {"probe": {"candidate": 1.9, "reference": 1.8, "probe": 2.1}}
+    assert proven(again, tmp_path, monkeypatch, ("probe", "sync"), resume=True) == []
+    assert again.started == 22 + 3 + 2
+    assert proven(again, tmp_path, monkeypatch, stages) == []
+    assert again.started == 27 + 24
+
+
+def test_only_launches_of_this_code_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(prove, "execute", lambda *given: [])
+    (tmp_path / "launches.json").write_text(json.dumps({"code": prove.code()}))
+    assert prove.main(["--out", str(tmp_path), "--resume"]) == 0
+    (tmp_path / "launches.json").write_text(json.dumps({"code": "another"}))
+    assert prove.main(["--out", str(tmp_path), "--resume"]) == 2
+    assert "is of other code" in capsys.readouterr().err
+
+
+def test_launches_that_measure_nothing_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that no fork can use: said after the first launch, with what to try."""
+    fake = Fake({})
+
+    def broken(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        fake.started += 1
+        return Done({"rows": {}, "errors": dict.fromkeys(cases, "the launch ended with 4: no device")})
+
+    fake.start = broken  # type: ignore[method-assign]
+    found = proven(fake, tmp_path, monkeypatch, ("same", "slower"))
+    assert f"the first launch measured nothing: same: {CASES[0]}: the launch ended with 4: no device; " in found[0]
+    assert "FP8CI_PERF_FRESH=1" in found[0]
+    assert fake.started == 2
+    monkeypatch.setattr(prove, "judge_times", lambda out, measured: measured.errors)
+    assert proven(Fake({}), tmp_path, monkeypatch, ("same",), resume=True) == []
+
+
+def test_most_tries_of_the_same_must_say_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that holds its clocks down all the time has no false alarm, and proves nothing."""
+    fake = Fake({})
+    start = fake.start
+
+    def hot(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        done = start(kind, cases, tree)
+        done.document["rows"][CASES[0]]["throttled"] = [True] * 10
+        return done
+
+    fake.start = hot  # type: ignore[method-assign]
+    assert proven(fake, tmp_path, monkeypatch, ("same",)) == [
+        f"same: {CASES[0]}, {how}: only 0 of 10 are PASS: 10 INCONCLUSIVE" for how in ("recorded", "pairs")
+    ]
+
+
+def test_a_copy_loop_that_nobody_feels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PASS of every row beside it: it was not there."""
+    assert proven(Fake({}), tmp_path, monkeypatch, ("probe",)) == [
+        "probe: the copy loop has moved no row: expected one at least that is INCONCLUSIVE or INFRA"
+    ]
+
+
+def test_a_row_that_no_launch_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missed by name, also where nothing said why."""
+    fake = Fake({"probe": {"candidate": 1.9, "reference": 1.8, "probe": 2.1}})
+    start = fake.start
+    fake.start = lambda kind, cases, tree: start(kind, cases[:1], tree)  # type: ignore[method-assign]
+    assert proven(fake, tmp_path, monkeypatch, ("same", "probe"), 2) == [
+        f"probe: {CASES[1]} has no launch", f"same: {CASES[1]} was not launched",
+    ]  # fmt: skip
+
+
+def test_a_probe_that_is_cut_off_keeps_its_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake({})
+    start = fake.start
+
+    def ends(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        if fake.beside and (tmp_path / "probe.json").exists():
+            raise KeyboardInterrupt
+        return start(kind, cases, tree)
+
+    fake.start = ends  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        proven(fake, tmp_path, monkeypatch, ("probe",))
+    assert len(json.loads((tmp_path / "probe.json").read_text())["launches"]["probe"][CASES[0]]) == 1
+
+
 def test_a_stage_that_dies_costs_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: object) -> list[str]:
         raise RuntimeError("the copy loop did not start")
@@ -220,7 +337,7 @@ def test_the_check_runs_small() -> None:
 def test_a_survey_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a slower kernel the other stages take place, and the run does not hold."""
 
-    def broken(fmt: str, platform: str, compiles: bool) -> Any:
+    def broken(fmt: str, platform: str, slower: bool) -> Any:
         raise RuntimeError("out of memory")
 
     found = proven(Fake({}), tmp_path, monkeypatch, prove.STAGES, surveyed=broken)

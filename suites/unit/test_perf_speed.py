@@ -122,14 +122,45 @@ def test_pairs_with_a_base_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_that_was_not_measured_fails() -> None:
-    """An error of one launch is the test's failure, in its words."""
+    """An error of one launch is the test's failure, in its words; one that measures nothing is the last."""
+    asked = []
 
     def broken(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
+        asked.append(kind)
         return {"rows": {}, "errors": dict.fromkeys(cases, "RuntimeError: out of it")}
 
     made = test_speed.Launched({"time": [ROW.case]}, lambda case: (), prepare=lambda cases, tree: "", start=broken)
-    with pytest.raises(AssertionError, match=r"was not measured: candidate, launch 3: RuntimeError: out of it"):
+    with pytest.raises(AssertionError, match=r"was not measured: candidate, launch 1: RuntimeError: out of it"):
         made.of("time", ROW)
+    assert asked == ["time"]
+
+
+def test_more_launches_are_for_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of a time; a count and a compile time have no noise that more than three would make known."""
+    monkeypatch.setenv(test_speed.LAUNCHES_VARIABLE, "5")
+    fake = Fake()
+    made = test_speed.Launched(
+        {"time": [ROW.case], "counts": [ROW.case]}, lambda case: (), prepare=fake.prepare, start=fake
+    )
+    assert len(made.of("time", ROW).launches) == 5
+    assert len(made.of("counts", ROW).launches) == 3
+
+
+def test_seconds_are_those_of_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the least three no launch begins after them, also of a kind that is asked for late."""
+    monkeypatch.setenv(test_speed.LAUNCHES_VARIABLE, "5")
+    monkeypatch.setenv(test_speed.SECONDS_VARIABLE, "10")
+    fake, now = Fake(), [0.0]
+    monkeypatch.setattr(test_speed, "time", argparse.Namespace(monotonic=lambda: now[0]))
+
+    def slowly(kind: str, cases: Sequence[str], tree: str | None) -> dict[str, Any]:
+        now[0] += 3.0
+        return fake(kind, cases, tree)
+
+    cases = {"time": [ROW.case], "trainer": [ROW.case]}
+    made = test_speed.Launched(cases, lambda case: (), prepare=lambda cases, tree: "", start=slowly)
+    assert len(made.of("time", ROW).launches) == 4
+    assert len(made.of("trainer", ROW).launches) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches for real on a GPU")
@@ -139,6 +170,18 @@ def test_a_launch_without_a_gpu_says_so() -> None:
     assert document["errors"] == {
         ROW.case: "the launch ended with 4: no GPU is visible; speed is measured on one; run this on a GPU"
     }
+
+
+def test_no_fork_has_imported_torch_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8CI_PERF_FRESH=1: of launches, and of the pools that compile for them."""
+    told: list[list[str]] = []
+    monkeypatch.setattr(processes.multiprocessing.context.ForkServerContext, "set_forkserver_preload",
+                        lambda self, modules: told.append(modules))  # fmt: skip
+    processes.forks()
+    monkeypatch.setenv(processes.FRESH_VARIABLE, "1")
+    processes.forks()
+    assert told == [[processes.PRELOAD], []]
+    assert processes.preloaded() == ()
 
 
 PRELOADED = """
@@ -264,6 +307,9 @@ def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:
         (base / package).mkdir(parents=True)
     (base / "fp8stack" / "__init__.py").write_text("")
     code = "import fp8stack, suites.perf; print(fp8stack.__file__); print(list(suites.perf.__path__)[0])"
+
+    assert "PYTEST_CURRENT_TEST" in os.environ
+    assert "PYTEST_CURRENT_TEST" not in processes.environment()
 
     def found(tree: str | None) -> list[str]:
         env, where = processes.environment(), processes.folder_of(tmp_path, tree)

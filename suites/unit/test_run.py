@@ -298,7 +298,8 @@ def test_a_case_that_vanished_is_no_usage_error(tmp_path: Path) -> None:
 def test_stale_evidence_goes_and_strange_files_stay(tmp_path: Path) -> None:
     """An older run's results are removed before anything can fail; what is no evidence is not overwritten."""
     out = tmp_path / "out"
-    for name in ("losses/a.json", "isa/a.s", "logs/numerics.log", "judged-with/x", "junit.xml", "run.json", "mine.txt"):
+    for name in ("losses/a.json", "isa/a.s", "logs/numerics.log", "judged-with/x", "junit.xml", "run.json", "mine.txt",
+                 "launches/time.json"):  # fmt: skip
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("old", encoding="ascii")
     run.prepare_folder(out)

@@ -171,6 +171,24 @@ def test_the_rows_of_several_folders_are_one_table(tmp_path: Path, capsys: pytes
         assert [(result.id, result.verdict) for result in results] == [(test, Verdict.PASS)]
 
 
+def test_one_bad_row_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused with what leaves it out; `--case` takes some rows of evidence, and one run is not given twice."""
+    root, draw = checkout(tmp_path), random.Random(7)
+    drifted = [built.Machine(draw, levels={"probe": 1 + 0.2 * n}).launch(n + 1) for n in range(3)]
+    step = built.samples(drifted, case=TRAINER, op="trainer", work=0, probe="bf16")
+    good, bad = evidence(tmp_path / "a", built.run(draw)), evidence(tmp_path / "b", step, test=TRAINER_TEST)
+    base = ["baseline", "calibrate", "--root", str(root), "--from", str(good)]
+    both = [*base, "--from", str(bad)]
+    assert cli.main(both) == 2
+    assert f"--without {TRAINER_TEST!r}" in capsys.readouterr().err
+    for how in (["--without", TRAINER_TEST], ["--without", "trainer-*"], ["--case", "rowwise-*"]):
+        assert cli.main([*both, *how]) == 0
+        assert "1 runs of 1 rows written, 1 runs in all" in capsys.readouterr().out
+    assert cli.main([*base, "--from", str(good)]) == 2
+    assert f"{built.TEST} was measured twice by runs that started at 2026-02-01" in capsys.readouterr().err
+    assert calibrate.Selected("rowwise-*")("perf/<process>")
+
+
 OTHER_TEST = built.TEST.replace("m32768", "m16640")
 
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from fp8stack import command
 from fp8stack.command import Parser
 
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -366,9 +367,8 @@ def main(argv: list[str] | None = None) -> int:
     except TraceError as error:
         print(f"profile: {error}", file=sys.stderr)
         return 2
-    print(table(traces))
-    return 0
+    return 0 if command.show(table(traces)) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("profile", main))

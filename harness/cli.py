@@ -437,7 +437,7 @@ def _gate(options: argparse.Namespace) -> int:
 
     expect = _names(options.expect, "--expect", "platform") if options.expect else ()
     if not options.paths and not expect:
-        raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
+        raise UsageError("the following arguments are required: PATH", "a folder or a file to judge", "see --help")
     alone = options.paths[0] if len(options.paths) == 1 and not expect else None
     if alone is None or alone.is_file():
         if options.current or options.base or (options.judge_with and not expect):
@@ -518,6 +518,9 @@ def _merge(options: argparse.Namespace) -> int:
     _print(f"{options.out}: {len(judgement.results)} cases of {len(options.paths)} files: {counts}\n")
     # Whether tests are red is for the gate to say; whether the files could be read is said here.
     untrue = {Verdict.UNREADABLE, Verdict.DISAGREE, Verdict.MISSING}
+    for result in judgement.results:
+        if result.verdict in untrue and "/report::" in result.id:  # about a file as a whole
+            _say(f"{result.verdict}: {result.message}")
     return worst_exit([0, *(result.exit_code for result in judgement.results if result.verdict in untrue)])
 
 

@@ -317,6 +317,7 @@ def test_a_platform_that_is_not_this_machine(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     with pytest.raises(UsageError, match="platform mi300x is asked for and this machine has x86_64"):
         run.execute(request(root, platform=platforms.PLATFORMS["mi300x"]))
+    assert not (root / "out").exists()  # a run that never was: `fp8ci gate evidence/*` must not find it
     with pytest.raises(UsageError, match="no suite 'numeric'"):
         run.execute(request(root, suites=("numeric",)))
 

@@ -152,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_argument(
         "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
     )
-    selftest.add_argument("--only", action="append", default=[], metavar="NAME,...", help="faults (default: all)")
+    selftest.add_argument(
+        "--only", action="append", default=[], metavar="NAME,...", help="faults, of code or of evidence (default: all)"
+    )
     selftest.add_argument(
         "--evidence", type=Path, metavar="DIR", help="green evidence to make wrong (default: made from the baselines)"
     )
@@ -525,17 +527,16 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _selftest(options: argparse.Namespace) -> int:
-    from harness import perturb, selftest
+    from harness import selftest
 
     root = _root(options.root)
     platform, _ = _resolve(options.platform)
     names = _names(options.only, "--only", "fault")
     say: Callable[[str], None] = (lambda text: None) if options.quiet else _say
-    evidence = [name for name in names if name in {row.name for row in perturb.PERTURBATIONS}]
+    evidence, faults = selftest.named(root, names)
     perturbed, power = (
         _perturbed(root, platform, evidence, options.evidence, say) if evidence or not names else ([], ())
     )
-    faults = tuple(name for name in names if name not in evidence)
     tested = selftest.execute(root, platform, faults, options.out, say) if faults or not names else None
     tried = [outcome for outcome in perturbed if outcome.verdict is not Verdict.SKIP]
     codes = [VERDICTS[outcome.verdict].exit_code for outcome in tried] + ([tested.exit_code] if tested else [])

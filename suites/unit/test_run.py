@@ -353,6 +353,9 @@ def test_plain_progress(tmp_path: Path) -> None:
         "[2/2] crashed    0.00 s  numerics/test_a::test_b: SIGSEGV",
         "numerics ended: exit 1, 1.0 s",
     ]
+    say("process-end", attempt=1, rc=5, signal=None, killed_by=None, seconds=1.0)  # no exit code of ours
+    plain.close()
+    assert "numerics ended: exit 5 (pytest had no test to run), 1.0 s\n" in stream.getvalue()
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fp8stack import compare, device, profile, train
+from suites.perf import tables
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["--steps", "3", "--layers", "1", "--batch", "1", "--seq", "8", "--device", "cpu"]
@@ -86,6 +88,20 @@ def test_streams_of_a_shell(redirect: str, code: int) -> None:
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == code
     assert len(done.stderr.splitlines()) == (code != 0), done.stderr
+
+
+def test_no_reader_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of suites/perf say what they measure with the same function: a GPU's minutes outlive a pager."""
+    monkeypatch.setattr(sys, "stdout", Broken(BrokenPipeError(32, "Broken pipe")))
+    assert tables.main(["ROWWISE_CONFIGS"]) == 0
+    for name in ("kernels", "grouped_gemm", "moe", "prove", "ranks", "sweep", "tables", "trainer"):
+        calls = [
+            node
+            for node in ast.walk(ast.parse((ROOT / "suites" / "perf" / f"{name}.py").read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        ]
+        bare = [node.lineno for node in calls if not any(word.arg == "file" for word in node.keywords)]
+        assert not bare, f"suites/perf/{name}.py prints in lines {bare}"
 
 
 def test_a_stopped_command() -> None:

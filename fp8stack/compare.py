@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp8stack import command
 from fp8stack.command import Parser
 
 # First and last step of each window; the tail is the last 20 steps, whatever their number.
@@ -295,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
         RunError,
         prog="python -m fp8stack.compare",
         description="Two runs side by side: curves, band, first step outside, gradient norms and saturation by layer.",
-        epilog="Exit codes: 0 inside the band, 1 outside, 2 a run that cannot be read.",
+        epilog="Exit codes: 0 inside the band, 1 outside, 2 a run that cannot be read, or no room for what is printed.",
     )
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="folder of the reference run (train --out)")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="folder of the other run")
@@ -316,9 +317,10 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    print(text)
+    if not command.show(text):
+        return 2
     return 0 if inside else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("compare", main))

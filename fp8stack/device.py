@@ -30,6 +30,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8stack import command
+
 OVERRIDE = "FP8STACK_ARCH"
 
 KIB = 1024
@@ -230,12 +232,12 @@ def describe() -> dict[str, object]:
 def main() -> int:
     """Print describe() as one JSON object; an unknown arch is one line on stderr and exit status 2."""
     try:
-        print(json.dumps(describe()))
+        told = json.dumps(describe())
     except UnknownArch as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    return 0 if command.show(told) else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(command.run("device", main))

@@ -23,7 +23,7 @@ def parser() -> Parser:
         description="Train a model, in one process or under torchrun; one JSON line a step (loss, gradient norm, code "
         "counts, speed, utilisation, matrix products).",
         epilog=f"{OVERRIDE}=gfx942 trains with the formats of that arch on any machine. Exit codes: 0 done, "
-        "1 stopped by a non-finite value or by something that could not be written, 2 bad input.",
+        "1 stopped by a non-finite value or by something that could not be written, 2 bad input, 130 interrupted.",
     )
     for entry in dataclasses.fields(TrainConfig):
         kind: dict[str, Any] = (

@@ -26,6 +26,7 @@ import html
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from fp8stack import command
 from fp8stack.command import Parser
 
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -113,16 +115,25 @@ class Kernels:
 def read_trace(source: Path) -> Kernels:
     """Read a trace, or the one trace of a folder. Raises TraceError."""
     file = source
-    if source.is_dir():
-        found = sorted([*source.glob("trace*.json"), *source.glob("trace*.json.gz")])
-        if not found:
-            raise TraceError(f"{source} holds no trace*.json; expected what train --profile wrote; name the file")
-        file = found[0]
     try:
+        if source.is_dir():
+            found = sorted([*source.glob("trace*.json"), *source.glob("trace*.json.gz")])
+            if not found:
+                raise TraceError(f"{source} holds no trace*.json; expected what train --profile wrote; name the file")
+            file = found[0]
         raw = file.read_bytes()
-        events = json.loads(gzip.decompress(raw) if file.suffix == ".gz" else raw)["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{file} cannot be read ({error!r}); expected a Chrome trace of torch's profiler") from None
+        return _kernels(source, file, json.loads(gzip.decompress(raw) if file.suffix == ".gz" else raw)["traceEvents"])
+    except TraceError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        told = getattr(error, "strerror", None) or repr(error)
+        raise TraceError(
+            f"{file} cannot be read ({told}); expected a Chrome trace of torch's profiler; profile again, or name one"
+        ) from None
+
+
+def _kernels(source: Path, file: Path, events: list[dict[str, Any]]) -> Kernels:
+    """What the events of a trace show. Raises TraceError, and whatever comes of events that are none."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
     marks = [e for e in spans if e.get("cat") == "user_annotation" and str(e["name"]).startswith("ProfilerStep")]
     if not marks:
@@ -366,9 +377,8 @@ def main(argv: list[str] | None = None) -> int:
     except TraceError as error:
         print(f"profile: {error}", file=sys.stderr)
         return 2
-    print(table(traces))
-    return 0
+    return 0 if command.show(table(traces)) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("profile", main))

@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from fp8stack import checkpoint, dryrun, parallel, weights
+from fp8stack import checkpoint, command, dryrun, parallel, weights
 from fp8stack import device as devices
 from fp8stack.blame import NonFiniteError, first_non_finite
 from fp8stack.checkpoint import CheckpointError, Checkpoints
@@ -636,8 +636,7 @@ def _dry_run(config: TrainConfig, arguments: dict[str, Any]) -> int:
         return trainer.dry_step, trainer.model, trainer.optimiser
 
     report = dryrun.dry_run(config, ranks, arguments["device_name"], arguments["topology"], make)
-    print(json.dumps(report, indent=1) if arguments["json"] else dryrun.text(report))
-    return 0
+    return 0 if command.show(json.dumps(report, indent=1) if arguments["json"] else dryrun.text(report)) else 1
 
 
 def _check_out(arguments: dict[str, Any]) -> None:
@@ -849,4 +848,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("train", main))

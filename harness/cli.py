@@ -152,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_argument(
         "--platform", default="auto", metavar="ID", help="auto, auto:rocm, auto:cuda or a platform's id (default: auto)"
     )
-    selftest.add_argument("--only", action="append", default=[], metavar="NAME,...", help="faults (default: all)")
+    selftest.add_argument(
+        "--only", action="append", default=[], metavar="NAME,...", help="faults, of code or of evidence (default: all)"
+    )
     selftest.add_argument(
         "--evidence", type=Path, metavar="DIR", help="green evidence to make wrong (default: made from the baselines)"
     )
@@ -438,7 +440,7 @@ def _gate(options: argparse.Namespace) -> int:
 
     expect = _names(options.expect, "--expect", "platform") if options.expect else ()
     if not options.paths and not expect:
-        raise UsageError("the following arguments are required: DIR", "a folder or a file to judge", "see --help")
+        raise UsageError("the following arguments are required: PATH", "a folder or a file to judge", "see --help")
     alone = options.paths[0] if len(options.paths) == 1 and not expect else None
     if alone is None or alone.is_file():
         if options.current or options.base or (options.judge_with and not expect):
@@ -519,21 +521,23 @@ def _merge(options: argparse.Namespace) -> int:
     _print(f"{options.out}: {len(judgement.results)} cases of {len(options.paths)} files: {counts}\n")
     # Whether tests are red is for the gate to say; whether the files could be read is said here.
     untrue = {Verdict.UNREADABLE, Verdict.DISAGREE, Verdict.MISSING}
+    for result in judgement.results:
+        if result.verdict in untrue and "/report::" in result.id:  # about a file as a whole
+            _say(f"{result.verdict}: {result.message}")
     return worst_exit([0, *(result.exit_code for result in judgement.results if result.verdict in untrue)])
 
 
 def _selftest(options: argparse.Namespace) -> int:
-    from harness import perturb, selftest
+    from harness import selftest
 
     root = _root(options.root)
     platform, _ = _resolve(options.platform)
     names = _names(options.only, "--only", "fault")
     say: Callable[[str], None] = (lambda text: None) if options.quiet else _say
-    evidence = [name for name in names if name in {row.name for row in perturb.PERTURBATIONS}]
+    evidence, faults = selftest.named(root, names)
     perturbed, power = (
         _perturbed(root, platform, evidence, options.evidence, say) if evidence or not names else ([], ())
     )
-    faults = tuple(name for name in names if name not in evidence)
     tested = selftest.execute(root, platform, faults, options.out, say) if faults or not names else None
     tried = [outcome for outcome in perturbed if outcome.verdict is not Verdict.SKIP]
     codes = [VERDICTS[outcome.verdict].exit_code for outcome in tried] + ([tested.exit_code] if tested else [])

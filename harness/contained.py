@@ -22,7 +22,7 @@ from typing import Any
 
 from harness import container, devices, doctor, engine, images, plan, platforms
 from harness.container import ContainerExecutor, Limits, Spec
-from harness.errors import InfraError, UsageError
+from harness.errors import ConfigError, InfraError, UsageError, Verdict
 from harness.executor import Command, Place
 from harness.platforms import Platform
 
@@ -117,6 +117,9 @@ class _Asker:
             ended = self._executor.run(command, cancelled=threading.Event())
             text = log.read_text(encoding="utf-8", errors="replace")
         lines = text.strip().splitlines() or ["no message"]
+        if ended.fault is not None and ended.fault.verdict is Verdict.CONFIG:
+            said = f"{what}: {ended.fault.message.removesuffix('; see the log')} ({lines[-1]})"
+            raise ConfigError(said, "an image of this checkout", "`fp8ci image build` makes one; correct --image")
         if ended.fault is not None:
             raise InfraError(f"{what}: {ended.fault.message}", "an answer", "run `fp8ci doctor --in docker`")
         if ended.killed_by == "deadline":

@@ -102,7 +102,9 @@ def save(root: Any, path: Path) -> None:
         root.write(str(partial), pretty=True)
         os.replace(partial, path)
     except OSError as error:
-        raise DiskError(f"{path} cannot be written ({error})", "a writable folder", "free space") from error
+        raise DiskError(
+            f"{path} cannot be written ({error})", "a writable folder with room", "name another, or free space"
+        ) from error
 
 
 def _suite(suite: str, platform: str, judgement: Judgement, run: Mapping[str, Any]) -> Any:

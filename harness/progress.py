@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TextIO
 
+from harness.deaths import PYTEST_NOTHING
 from harness.journal_reader import JournalTail
 from harness.plan import Lanes
 
@@ -117,6 +118,7 @@ class Watcher:
                 counts.ended = now
                 counts.running.clear()
                 how = event["signal"] or f"exit {event['rc']}"
+                how += " (pytest had no test to run)" if event["rc"] == PYTEST_NOTHING else ""
                 ours = f", ended by us ({event['killed_by']})" if event["killed_by"] else ""
                 self.notes.append(f"{event['suite']} ended: {how}{ours}, {event['seconds']:.1f} s")
             case "collected":

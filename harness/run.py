@@ -104,10 +104,16 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
     stamp = started.strftime("%Y%m%dT%H%M%SZ")
     default = request.root / "evidence" / f"{request.platform.id}-{stamp}-{run_id}"
     out = (request.out or default).absolute()
+    fresh = not out.exists()
     with _only_run_in(out), stop_signals() as stopped:
         prepare_folder(out)
         _keep_room(out)
-        machine = _probe(request, stopped)
+        try:
+            machine = _probe(request, stopped)
+        except HarnessError:
+            if fresh:  # a run that never was: `fp8ci gate evidence/*` must not find it
+                shutil.rmtree(out, ignore_errors=True)
+            raise
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
         _copy_judged_with(request, out)
         run = _describe(request, suites, machine, run_id, started)

@@ -27,6 +27,7 @@ Not here: which faults there are (suites/mutations), verdicts (gate.py).
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 import shutil
@@ -35,7 +36,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import capabilities, gate, junit, manifest, plan, platforms, run
+from harness import capabilities, gate, junit, manifest, perturb, plan, platforms, run
 from harness.errors import VERDICTS, ConfigError, HarnessError, InfraError, UsageError, Verdict, worst_exit
 from harness.executor import Command, Ended, Executor
 from harness.forked import ForkedExecutor
@@ -234,7 +235,7 @@ def execute(
     known = {fault.name for fault in faults}
     for name in only:
         if name not in known:
-            raise UsageError(f"there is no fault {name!r}", f"some of {', '.join(sorted(known))}", "correct --only")
+            raise _unknown(name, known)
     if shutil.which("git") is None:
         raise InfraError("git is not on the PATH", "git, which applies the patches", "install it")
     started = time.monotonic()
@@ -259,6 +260,26 @@ def execute(
             outcomes[outcome.fault.name] = outcome
             say(f"{number}/{len(tried)} {outcome.fault.name}: {told(outcome)}")
     return SelfTest(tuple(outcomes[fault.name] for fault in chosen), time.monotonic() - started)
+
+
+def named(root: Path, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of `--only`, parted: ways to make evidence wrong, and faults of code. One that is both is in both.
+
+    A checkout without faults of code has evidence all the same. ConfigError as `load`.
+    """
+    faults = {fault.name for fault in load(root)} if names and (root / FOLDER / TABLE).exists() else set()
+    evidence = {row.name for row in perturb.PERTURBATIONS}
+    wrong = tuple(name for name in names if name in evidence)
+    return wrong, tuple(name for name in names if name in faults or name not in evidence)
+
+
+def _unknown(name: str, faults: Iterable[str]) -> UsageError:
+    """The error for a name that is none: those like it, and where the others are."""
+    evidence = [row.name for row in perturb.PERTURBATIONS]
+    like = difflib.get_close_matches(name, sorted({*faults, *evidence}), n=5)
+    expected = f"names such as {', '.join(like)}" if like else "a name of the self-test"
+    where = f"suites/mutations/faults.toml has those of code; of evidence: {', '.join(evidence)}"
+    return UsageError(f"there is no fault {name!r}", expected, where)
 
 
 def _lacks(fault: Fault, machine: capabilities.Capabilities) -> str:

@@ -9,7 +9,7 @@ A CI drops a step summary over 1 MiB (near the limit without a word) and counts 
 cut by bytes, from the end, and what matters stands at the beginning. The verdict comes from the totals, never from what
 the text could hold.
 
-Not here: verdicts (gate.py), HTML (report.html).
+Not here: verdicts (gate.py), curves and rooflines as pictures (losschart.py, roofline.py).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 
 from fp8stack import device, formats
+from fp8stack.command import show
 from fp8stack.kernels import colwise, experts, grouped_gemm, grouped_kernel, groups, rowwise
 from fp8stack.kernels.grouped_kernel import GroupedConfig
 from suites.perf import kernels, timing
@@ -381,13 +382,12 @@ def sweep(argv: Sequence[str]) -> int:
                 results.append(result)
                 rows = result["rows"]
                 assert isinstance(rows, list)
-                print(f"{kind} {gemm} {'x'.join(map(str, shape))}: {len(rows)} configurations")
+                show(f"{kind} {gemm} {'x'.join(map(str, shape))}: {len(rows)} configurations")
                 for row in rows[: options.shown]:
                     values = "/".join(str(int(value)) for value in row["config"].values())
-                    print(
+                    show(
                         f"    {values:34} {row['us']:9.1f} us {row['tflops']:7.0f} TFLOPS "
                         f"{row['against_torch']:5.2f}x torch",
-                        flush=True,
                     )
                 by_config = slowdowns.setdefault(grouped_kernel.size_class(gemm != "grad_weight", kind), {})
                 for row in rows:
@@ -398,7 +398,7 @@ def sweep(argv: Sequence[str]) -> int:
         everywhere = {c: math.exp(sum(map(math.log, s)) / most) for c, s in by_config.items() if len(s) == most}
         config = min(everywhere, key=lambda c: everywhere[c])
         best[size_class] = {"config": json.loads(config), "geomean_slowdown": everywhere[config]}
-        print(f"{size_class}: {best[size_class]['config']}, {everywhere[config]:.3f} of each one's best")
+        show(f"{size_class}: {best[size_class]['config']}, {everywhere[config]:.3f} of each one's best")
     if options.json:
         document = {"provenance": kernels.provenance(where, found), "results": results, "compromise": best}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in options.shape:
         for gemm in options.gemm:
             rows.append(time_gemm(shape, gemm, fmt, where, options.rounds))
-            print(render(rows[-1:]), flush=True)
+            show(render(rows[-1:]))
     if options.json:
         options.json.write_text(
             json.dumps({"provenance": kernels.provenance(where, found), "rows": rows}, indent=1) + "\n"

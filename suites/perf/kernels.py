@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 from fp8stack import device, formats
+from fp8stack.command import show
 from fp8stack.kernels import (
     blockwise,
     colwise,
@@ -545,11 +546,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, object]] = []
     for row in asked:
         rows.append(time_row(row, fmt, where, options.rounds))
-        print(render(rows[-1:], heading=len(rows) == 1), flush=True)
+        show(render(rows[-1:], heading=len(rows) == 1))
         if options.json:  # after each row: what was measured is kept if a later one fails
             document = {"provenance": provenance(where, found), "rows": rows}
             options.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"copy: {rows[0]['copy_gb_per_s']:.0f} GB/s on {torch.cuda.get_device_name(where)}")
+    show(f"copy: {rows[0]['copy_gb_per_s']:.0f} GB/s on {torch.cuda.get_device_name(where)}")
     below = [r["case"] for r in rows if r["bar"] is not None and not r["share_of_copy"]["ours"] >= r["bar"]]
     if below:
         print("below the bar: " + ", ".join(below), file=sys.stderr)

@@ -45,6 +45,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from fp8stack import device, formats, inductor, linear, moe
+from fp8stack.command import show
 from fp8stack.kernels import (
     blockwise,
     colwise,
@@ -925,7 +926,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part in work:
         found_rows = rows_of(part, options.recipe, found, where, options.rounds)
         rows += found_rows
-        print(render(found_rows), flush=True)
+        show(render(found_rows))
         if options.json:  # after each part: what was measured is kept if a later one fails
             document = {"provenance": kernels.provenance(where, found), "rows": [as_json(row) for row in rows]}
             options.json.write_text(json.dumps(document, indent=1) + "\n")

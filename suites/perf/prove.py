@@ -54,6 +54,7 @@ import msgspec
 import torch
 
 from fp8stack import device, formats
+from fp8stack.command import show
 from fp8stack.kernels import grouped_kernel
 from harness import speed
 from harness.baselines import Provenance
@@ -532,7 +533,7 @@ def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> 
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    show(text)
 
 
 def counted(found: Sequence[speed.Comparison]) -> str:

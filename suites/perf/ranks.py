@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 
 from fp8stack import device
+from fp8stack.command import show
 from suites.perf import kernels, static, sweep
 
 KEPT = 10  # rows a size class in the file, and configurations that are compiled at every shape
@@ -188,13 +189,13 @@ def main(
     for name, members in by_class.items():
         found[name] = one = rank_class(op, members, arch, most, jobs)
         sizes = ", ".join("x".join(map(str, shape)) for shape in members)
-        print(f"{op} {name} ({sizes}), {arch.name}: {one.compiled} configurations; {', '.join(one.rows[0][0])}")
+        show(f"{op} {name} ({sizes}), {arch.name}: {one.compiled} configurations; {', '.join(one.rows[0][0])}")
         for reason, count in one.rejected.most_common():
             print(f"    {count} rejected: {reason}", file=sys.stderr)
         for row in one.rows[:shown]:
-            print(_told(*row), flush=True)
+            show(_told(*row))
     for name, one in found.items():
-        print(f"{op} {name}: {one.rows[0][0]}, not timed")
+        show(f"{op} {name}: {one.rows[0][0]}, not timed")
     if file:
         document = {
             "kind": "static",

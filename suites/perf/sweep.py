@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from fp8stack import _triton, device, formats
+from fp8stack.command import show
 from fp8stack.kernels import (
     blockwise,
     column_maxima,
@@ -625,13 +626,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             timed.setdefault(name, []).append(rows)
             results.append({"shape": list(shape), "rows": rows})
             case = kernels.Row(options.op, shape, torch.bfloat16, None, None).case(space.fmt(found.arch))
-            print(f"{case}: {len(rows)} configurations, worst {rows[-1]['us']:.1f} us; {', '.join(rows[0]['config'])}")
+            show(f"{case}: {len(rows)} configurations, worst {rows[-1]['us']:.1f} us; {', '.join(rows[0]['config'])}")
             for row in rows[: options.shown]:
                 values = "/".join(str(int(value)) for value in row["config"].values())
-                print(f"    {values:32} {row['us']:8.1f} us {row['share_of_copy']:.3f} of copy", flush=True)
+                show(f"    {values:32} {row['us']:8.1f} us {row['share_of_copy']:.3f} of copy")
     best = {name: compromise(shapes) for name, shapes in timed.items()}
     for name, row in best.items():
-        print(f"{options.op} {name}: {row['config']}, {row['geomean_slowdown']:.3f} of each shape's best")
+        show(f"{options.op} {name}: {row['config']}, {row['geomean_slowdown']:.3f} of each shape's best")
     if options.json:
         document = {
             "provenance": kernels.provenance(where, found),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack import device
+from fp8stack.command import show
 from suites.perf import static, sweep
 
 BASELINES = static.ROOT / "baselines"
@@ -285,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line, file=sys.stderr)
         block = lines(swept(space, found))
         if block:
-            print("\n".join([name, *block]))
+            show("\n".join([name, *block]))
         if options.write:
             path = Path(space.module.__file__)
             path.write_text(replaced(path.read_text(encoding="utf-8"), name, block), encoding="utf-8")

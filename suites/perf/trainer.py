@@ -51,6 +51,7 @@ from typing import Any
 import torch
 
 from fp8stack import data, device, parallel, profile, train
+from fp8stack.command import show
 from fp8stack.config import BF16, ConfigError, TrainConfig
 from fp8stack.data import Batch
 from suites.perf import kernels
@@ -585,7 +586,7 @@ def _measure(
         runs.append(run)
         if first:
             parameters = config.size.parameters
-            print(f"run {number} of {len(order)}: {variant.name}, {parameters / 1e9:.2f} G parameters", flush=True)
+            show(f"run {number} of {len(order)}: {variant.name}, {parameters / 1e9:.2f} G parameters")
         folder = None if options.no_profile else options.out / f"{number}-{variant.name.replace(':', '-')}"
         if folder is not None:
             folder.mkdir(exist_ok=True)
@@ -597,15 +598,15 @@ def _measure(
             run.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
             traceback.print_exc()
         if first:
-            print(render_run(run), flush=True)
+            show(render_run(run))
             write(options.out, runs, options.model, provenance, ranks)
         if run.failed is not None and ranks > 1:
             (options.out / f"FAILED-rank{rank}").write_text(f"run {number}, {run.variant}: {run.failed}\n")
             _end_all(first)
     if first:
         told = compare_traces(options.out, traced)
-        print("" if told is None else f"\n{told}\n", flush=True)
-        print(render(runs, options.model, ranks), flush=True)
+        show("" if told is None else f"\n{told}\n")
+        show(render(runs, options.model, ranks))
     if any(run.failed is not None for run in runs):
         return 1
     if not first:  # its times are others: rank 0 judges

@@ -95,7 +95,7 @@ def test_help_is_quick() -> None:
         (["plan", "--platform", "mi999"], "there is no platform 'mi999'"),
         (["gate", "/nonexistent"], "is no folder; expected a folder that `fp8ci run` has written"),
         (["gate", "suites"], "is no evidence"),
-        (["gate"], "required: DIR"),
+        (["gate"], "required: PATH"),
         (["gate", "suites", "--", "-k", "x"], "takes nothing after --"),
         (["explain", "GREEN"], "there is no verdict 'GREEN'; expected one of PASS"),
         (["baseline", "record", "--platform", "cpu", "--runs", "0"], "--runs is 0"),

@@ -7,14 +7,17 @@ one (suites/engine).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from harness import contained, container, devices, doctor, engine, images, insid
 from harness.container import Frames, Limits, Seen, Spec
 from harness.devices import Gpu
 from harness.engine import Engine, Owner
-from harness.errors import VERDICTS, ConfigError, DirtyGpuError, InfraError, UsageError, Verdict
+from harness.errors import VERDICTS, ConfigError, DirtyGpuError, HarnessError, InfraError, UsageError, Verdict
 from harness.executor import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -445,6 +448,76 @@ def test_the_devices_answer_is_found_behind_warnings() -> None:
     assert contained._last_object(log, "the probe") == {"vendor": "amd"}
     with pytest.raises(InfraError, match="printed"):
         contained._last_object("nothing", "the probe")
+
+
+class NotFound(Exception):
+    """In place of the SDK's, which need not be here."""
+
+
+class FakeEngine:
+    """The docker SDK's client, of an engine that answers: `start` is what it does, and `state` what became of it."""
+
+    def __init__(self, refuses: Exception | None = None, state: Mapping[str, Any] | None = None, log: str = "") -> None:
+        self.api, self.base_url, self.api_version = self, "http://engine", "1.44"
+        self._refuses, self._state, self._log = refuses, state, log.encode()
+        self._there = False
+
+    def create_container_from_config(self, config: Mapping[str, Any], name: str) -> Mapping[str, str]:
+        self._there = True
+        return {"Id": name}
+
+    def start(self, container: str) -> None:
+        if self._refuses is not None:
+            raise self._refuses
+
+    def wait(self, container: str, timeout: float) -> None:
+        return None
+
+    def inspect_container(self, container: str) -> Mapping[str, Any]:
+        if not self._there:
+            raise NotFound("no such container")
+        return {"State": self._state}
+
+    def remove_container(self, container: str, **_: object) -> None:
+        self._there = False
+
+    @contextlib.contextmanager
+    def get(self, url: str, **_: object) -> Iterator[Any]:
+        frame = b"\x01\0\0\0" + len(self._log).to_bytes(4, "big") + self._log
+        yield SimpleNamespace(raw=io.BytesIO(frame), raise_for_status=lambda: None)
+
+
+#: What keeps a container from answering -> the engine, exit code, what the line says.
+UNANSWERED: Mapping[str, tuple[FakeEngine, int, str]] = {
+    "device": (
+        FakeEngine(RuntimeError("error gathering device information while adding custom device")),
+        4,
+        "no container of fp8ci-cpu:tag can be started: error gathering device information",
+    ),
+    "no-program": (
+        FakeEngine(state={"ExitCode": 127}, log="[FATAL tini (7)] exec fp8ci-python failed: No such file\n"),
+        2,
+        "exec fp8ci-python failed: No such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in UNANSWERED])
+def test_a_container_that_cannot_start_is_said_before_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is asked in a container first: an engine that refuses is exit 4, an image that is not ours exit 2.
+
+    So nothing has been judged by then. One that refuses in mid-run leaves tests that did not run, which is worse.
+    """
+    monkeypatch.setitem(sys.modules, "docker", ModuleType("docker"))
+    errors = ModuleType("docker.errors")
+    errors.NotFound = NotFound  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "docker.errors", errors)
+    client, code, told = UNANSWERED[name]
+    ask = contained._Asker(container.ContainerExecutor(client, replace(HOSTS["cpu"], root=ROOT)))
+    with pytest.raises(HarnessError) as raised:
+        ask({})
+    assert told in str(raised.value)
+    assert raised.value.exit_code == code
 
 
 @pytest.mark.parametrize("required", [pytest.param("", id="skipped"), pytest.param("required", id="required")])

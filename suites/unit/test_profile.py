@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -188,6 +189,9 @@ def test_three_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         pytest.param("{", "cannot be read", id="cut"),
         pytest.param('{"traceEvents": []}', "no ProfilerStep marks", id="no-steps"),
         pytest.param("[]", "cannot be read", id="not-a-trace"),
+        pytest.param('{"traceEvents": [7]}', "cannot be read", id="a-number-for-an-event"),
+        pytest.param('{"traceEvents": [{"ph": "X", "dur": 1, "cat": "user_annotation"}]}', "'name'", id="no-name"),
+        pytest.param("[" * 99999, "cannot be read", id="deep"),
     ],
 )
 def test_bad_trace(content: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +204,24 @@ def test_bad_trace(content: str | None, told: str, tmp_path: Path, capsys: pytes
     assert told in err
     with pytest.raises(TraceError):
         read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("end", [-1, 20])
+def test_a_compressed_trace_that_is_cut(end: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, which names the file and ends in what to do."""
+    file = tmp_path / "trace-rank0.json.gz"
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": list(range(999))}).encode())[:end])
+    assert profile.main([str(tmp_path)]) == 2
+    told = f"profile: {re.escape(str(file))} cannot be read \\(.*\\); expected a Chrome trace .*; profile again.*\n"
+    assert re.fullmatch(told, capsys.readouterr().err)
+
+
+def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named like any other."""
+    refused = PermissionError(13, "Permission denied", str(tmp_path))
+    monkeypatch.setattr(Path, "is_dir", lambda _: (_ for _ in ()).throw(refused))
+    with pytest.raises(TraceError, match=r"cannot be read \(Permission denied\)"):
+        read_trace(tmp_path / "a")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--htlm", "x", "a"], ["a", "--html"], ["a", "--ht", "b"]])

@@ -187,6 +187,15 @@ def test_merge_of_good_files_is_0(tmp_path: Path) -> None:
     assert combine.judge([Path(target)])[0].counts == {**ONE_RED, "UNREADABLE": 1}
 
 
+def test_a_merge_says_what_it_could_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number alone names no file; nor is space what a folder lacks that is not there."""
+    missing, target = tmp_path / "none.xml", tmp_path / "no" / "out.xml"
+    assert cli.main(["merge", str(missing), "--out", str(tmp_path / "out.xml")]) == 3
+    assert "UNREADABLE: none.xml: cannot be read (" in capsys.readouterr().err
+    assert cli.main(["merge", str(CORPUS / "plain.xml"), "--out", str(target)]) == 4
+    assert "name another" in capsys.readouterr().err
+
+
 def test_what_a_merge_keeps(tmp_path: Path) -> None:
     """Wall time, host, timestamp, properties, all lost by junitparser's `+`; two suites of one name stay two."""
     text = (

@@ -318,6 +318,7 @@ def test_a_platform_that_is_not_this_machine(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     with pytest.raises(UsageError, match="platform mi300x is asked for and this machine has x86_64"):
         run.execute(request(root, platform=platforms.PLATFORMS["mi300x"]))
+    assert not (root / "out").exists()  # a run that never was: `fp8ci gate evidence/*` must not find it
     with pytest.raises(UsageError, match="no suite 'numeric'"):
         run.execute(request(root, suites=("numeric",)))
 
@@ -353,6 +354,9 @@ def test_plain_progress(tmp_path: Path) -> None:
         "[2/2] crashed    0.00 s  numerics/test_a::test_b: SIGSEGV",
         "numerics ended: exit 1, 1.0 s",
     ]
+    say("process-end", attempt=1, rc=5, signal=None, killed_by=None, seconds=1.0)  # no exit code of ours
+    plain.close()
+    assert "numerics ended: exit 5 (pytest had no test to run), 1.0 s\n" in stream.getvalue()
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:

@@ -192,8 +192,17 @@ def test_only(tmp_path: Path) -> None:
     root = make(tmp_path / "checkout")
     tested = selftest.execute(root, CPU, only=("seen",), **BARE)
     assert ([o.fault.name for o in tested.outcomes], tested.detected, tested.exit_code) == (["seen"], 1, 0)
-    with pytest.raises(UsageError, match="there is no fault 'sean'; expected some of aged, elsewhere"):
+    with pytest.raises(UsageError, match=r"'sean'; expected names such as seen; suites/mutations/faults\.toml") as no:
         selftest.execute(root, CPU, only=("sean",), **BARE)
+    assert "of evidence: shift-one-step, drop-a-step, " in str(no.value)
+    with pytest.raises(UsageError, match="expected names such as nan-in-the-curve;"):
+        selftest.execute(root, CPU, only=("nan-in-curve",), **BARE)
+
+
+def test_a_name_that_two_faults_have() -> None:
+    """`byte-stores` is made wrong in evidence, and is a fault of code: asked for, both are tried."""
+    names = ("byte-stores", "spills", "killed", "nobody")
+    assert selftest.named(ROOT, names) == (("byte-stores", "killed"), ("byte-stores", "spills", "nobody"))
 
 
 def test_nothing_tried_is_not_success(tmp_path: Path) -> None:

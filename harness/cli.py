@@ -379,18 +379,19 @@ def _run_contained(options: argparse.Namespace, root: Path) -> int:
 
 
 def _report(evidence: Path) -> tuple[Judgement, str]:
-    """Judge, write junit.xml, summary.md and the charts; returns the judgement and the summary's text."""
+    """Judge, write junit.xml, summary.md, the charts and report.html; returns the judgement and the summary's text."""
     from harness import gate, junit
     from harness.baselines import write_atomic
-    from harness.report import losschart, roofline, summary
+    from harness.report import losschart, page, roofline, summary
 
     run = gate.read_run(evidence)
     judgement = gate.judge(evidence)
     junit.write(judgement, run, evidence / "junit.xml")
     text = summary.render(judgement, run)
     write_atomic(evidence / "summary.md", text)
-    losschart.write(evidence, judgement, str(run["platform"]))
-    roofline.write(evidence, judgement, str(run["platform"]))
+    charts = losschart.write(evidence, judgement, str(run["platform"]))
+    charts += roofline.write(evidence, judgement, str(run["platform"]))
+    page.write(evidence, judgement, run, text, charts)
     return judgement, text
 
 

@@ -36,7 +36,13 @@ from pathlib import Path
 
 from harness import files
 from harness.errors import MACHINE, VERDICTS, Verdict
-from harness.journal import DISK_FULL_EXIT
+from harness.journal import (
+    DISK_FULL_EXIT,
+    PYTEST_INTERNAL,
+    PYTEST_INTERRUPTED,
+    PYTEST_NOTHING,
+    PYTEST_USAGE,
+)
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal_reader import Journal, ProcessRecord, SessionRecord, TestRecord
 from harness.result import Result
@@ -70,9 +76,6 @@ TIMED_OUT = re.compile(r"Timeout \(>[\d.]+s\) from pytest-timeout")
 
 #: How pytest's log begins when a conftest.py raised, which it tells with the exit code of a wrong argument.
 CONFTEST = "ImportError while loading conftest"
-
-#: pytest's exit codes that are no outcome of tests.
-PYTEST_INTERRUPTED, PYTEST_INTERNAL, PYTEST_USAGE, PYTEST_NOTHING = 2, 3, 4, 5
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,9 @@ FILE_NAME = "journal.jsonl"
 DISK_FULL_EXIT = 117
 """How the plugin ends a session whose journal met a full disk: the errno of our own write, told by an exit."""
 
+#: pytest's exit codes that are no outcome of tests.
+PYTEST_INTERRUPTED, PYTEST_INTERNAL, PYTEST_USAGE, PYTEST_NOTHING = 2, 3, 4, 5
+
 Value = str | int | float
 
 DETAIL_LIMIT = 32_768

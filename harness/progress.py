@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from harness.deaths import PYTEST_NOTHING
+from harness.journal import PYTEST_NOTHING
 from harness.journal_reader import JournalTail
 from harness.plan import Lanes
 

@@ -106,8 +106,13 @@ def test_no_reader_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stopped_command() -> None:
     """Ctrl-C: one line, and the exit code of an interrupt."""
-    body = "import time; from fp8stack import command; print('on', flush=True); time.sleep(60)"
-    code = f"from fp8stack import command\ndef main():\n    {body}\nraise SystemExit(command.run('train', main))"
+    # A shell in the background hands on a SIGINT that is ignored, and Python leaves it so.
+    code = (
+        "import signal, time; from fp8stack import command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def main():\n    print('on', flush=True)\n    time.sleep(60)\n"
+        "raise SystemExit(command.run('train', main))"
+    )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None

@@ -12,7 +12,7 @@ Not here: what stands in the summary (summary.py), the charts (losschart.py, roo
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,16 @@ input.addEventListener("input", () => {
 """
 
 
-def write(evidence: Path, judgement: Judgement, run: Any, text: str, charts: Sequence[str]) -> None:
+def write(evidence: Path, judgement: Judgement, run: Mapping[str, Any], text: str, charts: Sequence[str]) -> None:
     """Write report.html into an evidence folder.
 
     Args:
         run: run.json as a dict.
         text: the summary, as summary.render gives it.
-        charts: names of SVG files in the folder.
+        charts: names of files in the folder, of which the SVG ones are shown.
+
+    Raises:
+        OSError: a chart cannot be read, or the page not be written.
     """
     pictures = [(name, files.read_bytes(evidence / name)) for name in charts if name.endswith(".svg")]
     logs = [f"logs/{suite}.log" for suite in map(str, run.get("suites", []))]

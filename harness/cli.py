@@ -7,6 +7,7 @@ needs only what it uses (`gate` neither torch nor pytest).
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -52,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except OSError as error:
         # A file or folder that nothing above expects to fail: a deleted working folder, a name that is too long.
-        _say(f"fp8ci: {error}; expected a file system that answers; correct the path, or run it elsewhere")
-        return VERDICTS[Verdict.INFRA].exit_code
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "a disk with room; free space" if full else "a file system that answers; correct the path"
+        _say(f"fp8ci: {error}; expected {advice}, or run it elsewhere")
+        return VERDICTS[Verdict.DISK if full else Verdict.INFRA].exit_code
 
 
 class _Parser(argparse.ArgumentParser):

@@ -51,6 +51,8 @@ RESERVE = ".reserve"
 RESERVED = 4 << 20
 """Bytes kept free in the evidence folder, so that a test which fills its disk can still be reported: junit.xml and
 report.html of the CPU's main job (2,984 checks) are 1.2 and 1.1 MB, each of its eight charts 55 kB."""
+EVENT_ROOM = 64 << 10
+"""Bytes of the reserve that the end of one test process may take."""
 
 _OWN_FILES = (RUN_FILE, CAPABILITIES_FILE, journal.FILE_NAME, "junit.xml", "summary.md", "report.html", RESERVE)
 _OWN_FOLDERS = ("logs", "losses", "isa", "samples", "launches", "charts", JUDGED_WITH)
@@ -443,17 +445,20 @@ def _attempt(
 
 
 def _keep_room(out: Path) -> None:
-    """Keep the reserve, where the disk has so much that this is no part of the trouble."""
+    """Keep the reserve; on a small disk a quarter of it, so that this is no part of the trouble."""
     with suppress(OSError):
-        if shutil.disk_usage(out).free > 4 * RESERVED:
-            (out / RESERVE).write_bytes(bytes(RESERVED))
+        (out / RESERVE).write_bytes(bytes(min(RESERVED, shutil.disk_usage(out).free // 4)))
 
 
 def _make_room(out: Path) -> None:
-    """Give up what was kept free, where a test has left less than that on the disk."""
+    """Give up a piece of what was kept free, where a test has left less than that: the event that follows fits in it.
+
+    Only a piece, since the next attempt, or the next suite, may fill that too; the rest is the report's.
+    """
+    reserve = out / RESERVE
     with suppress(OSError):
         if shutil.disk_usage(out).free < RESERVED:
-            (out / RESERVE).unlink(missing_ok=True)
+            os.truncate(reserve, max(0, reserve.stat().st_size - EVENT_ROOM))
 
 
 def _suspect(ended: Ended, log: Path) -> bool:

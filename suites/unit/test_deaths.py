@@ -533,10 +533,30 @@ def test_the_harness_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 FULL = """
-mount -t tmpfs -o size=200k tmpfs "$1" && shift && "$@"
+mount -t tmpfs -o "size=$1" tmpfs "$2" && shift 2 && "$@"
 echo "exit $?"
 cp -r "$OUT" "$COPY"
 """
+
+
+def on_a_small_disk(tmp_path: Path, size: str, root: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """`fp8ci run` with its evidence on a file system of `size`; what it said, and a copy of the evidence elsewhere."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("requires a mount of its own; this host gives no user namespaces")
+    (tmp_path / "disk").mkdir()
+    out, copy = tmp_path / "disk" / "out", tmp_path / "copy"
+    arguments = ["run", "--platform", "cpu", "--suite", "numerics", "--quiet", "--root", str(root), "--out", str(out)]
+    arguments += ["--", "-p", "harness.plugin", "-p", "xdist", "-n0"]
+    mounted = ["unshare", "-rm", "sh", "-c", FULL, "sh", size, str(tmp_path / "disk")]
+    done = subprocess.run(
+        [*mounted, sys.executable, "-c", DRIVER, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(out), "COPY": str(copy)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done, copy
 
 
 def test_the_whole_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -544,24 +564,11 @@ def test_the_whole_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     The run says so in one line and exits 4. What had been written can be judged on another disk: finished tests passed.
     """
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("requires a mount of its own; this host gives no user namespaces")
     source = "import pytest\n@pytest.mark.parametrize('n', range(300))\n"
     source += "def test_it(n, record_property): record_property('pad', 'x' * 2000)\n"
     ids = [f"numerics/test_tiny::test_it[{number}]" for number in range(300)]
     root = tiny_checkout.make(tmp_path / "checkout", {"numerics/test_tiny": source}, ids)
-    (tmp_path / "disk").mkdir()
-    out, copy = tmp_path / "disk" / "out", tmp_path / "copy"
-    arguments = ["run", "--platform", "cpu", "--suite", "numerics", "--quiet", "--root", str(root), "--out", str(out)]
-    arguments += ["--", "-p", "harness.plugin", "-p", "xdist", "-n0"]
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", FULL, "sh", str(tmp_path / "disk"), sys.executable, "-c", DRIVER, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OUT": str(out), "COPY": str(copy)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done, copy = on_a_small_disk(tmp_path, "200k", root)
     assert "exit 4\n" in done.stdout, done
     assert done.stderr.startswith("fp8ci: ")
     assert "No space left on device" in done.stderr
@@ -572,6 +579,21 @@ def test_the_whole_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[st
     passed = re.search(r"(\d+) PASS", line)
     assert passed is not None
     assert int(passed[1]) > 20
+
+
+@pytest.mark.parametrize("size", ["2m", "6m", "24m"])
+def test_a_test_that_fills_the_disk_is_reported(size: str, tmp_path: Path) -> None:
+    """What was kept free is enough for the report, also where the whole disk is not much larger than that."""
+    fill = f"pathlib.Path({str(tmp_path / 'disk' / 'out' / 'logs' / 'fill')!r}).write_bytes(bytes(64 << 20))"
+    line = "record_property('pad', 'x' * 8000)"  # longer than what the journal's last page may have left
+    source = f"import pathlib\ndef test_1_first(): pass\ndef test_2_dies(record_property): {line}; {fill}\n"
+    root = tiny_checkout.make(tmp_path / "checkout", {"numerics/test_tiny": source}, IDS[:2])
+    done, copy = on_a_small_disk(tmp_path, size, root)
+    assert done.stdout.splitlines()[-1] in ("exit 3", "exit 4"), done  # 3: what came after it could not be recorded
+    found = cases(copy)
+    assert found["test_tiny::test_1_first"] == ""
+    assert found["test_tiny::test_2_dies"].startswith("error DISK: "), found
+    assert (copy / "report.html").exists()
 
 
 # Absence: pytest ends in order, and nothing was tested ---------------------------------------------------------------

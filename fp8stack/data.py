@@ -109,9 +109,13 @@ def random_bits(seed: int, stream: str, index: torch.Tensor) -> torch.Tensor:
     return _mix((low + (index >> 32) * 0x1E3779B9 + 0x3C6EF372) & _MASK32)
 
 
-def random_signs(stream: str, count: int) -> torch.Tensor:
-    """int8 (2, count) of +1 and -1: two vectors that belong to the name `stream`, whatever the seed of a run."""
-    bits = random_bits(0, f"signs/{stream}", torch.arange(count))
+def random_signs(stream: str, index: torch.Tensor) -> torch.Tensor:
+    """Elements `index` (int64 (n,)) of two vectors of +1 and -1, those of the name `stream` in every run.
+
+    Returns:
+        int8 (2, n) on `index`'s device.
+    """
+    bits = random_bits(0, f"signs/{stream}", index)
     return torch.stack([((bits >> 31) & 1) * 2 - 1, ((bits >> 30) & 1) * 2 - 1]).to(torch.int8)
 
 

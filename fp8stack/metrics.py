@@ -11,8 +11,8 @@ ranks differ by themselves, and only those on equal numbers can be compared.
 A gradient digest is four float64 numbers a parameter: norm, mean, and the dot products with two vectors of random
 signs. A dot with random signs has the expectation 0 and the standard deviation of the norm, so two gradients with
 equal norm and both dots within a small fraction of it are equal up to that fraction with high probability; unlike a
-hash it moves continuously. The signs come from the parameter's name, so they need no storing and
-never depend on order or layout.
+hash it moves continuously. A sign comes from the parameter's name and the element's place: it is drawn where it is
+used, is not stored, and depends on no order or layout.
 
 Not here: throughput and utilisation.
 """
@@ -20,6 +20,7 @@ Not here: throughput and utilisation.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -108,19 +109,24 @@ def _masks(table: CodeTable) -> torch.Tensor:
     return masks
 
 
+PIECE = 1 << 20
+"""Elements of a gradient that are digested at once: on a CPU a larger piece takes three times as long an element."""
+
+
 class GradientDigests:
     """Digests of every parameter's gradient: {name: [norm, mean, dot1, dot2]}, computed in float64.
 
-    A sharded gradient is gathered first, one parameter at a time: every rank gets the digests of world size 1.
+    A sharded gradient is gathered first, one parameter at a time: every rank gets the digests of world size 1. Beside
+    that nothing is kept, and signs and float64 values exist of PIECE elements at a time.
 
     Args:
         model: whose gradients.
-        signs: (name, count) -> int8 (2, count) of +1 and -1, the two vectors of the parameter called `name`.
+        signs: (name, index) -> int8 (2, n) of +1 and -1 on the device of `index`, int64 (n,): those elements of the
+            two vectors of the parameter called `name`.
     """
 
-    def __init__(self, model: nn.Module, signs: Callable[[str, int], torch.Tensor]) -> None:
-        self._model, self._draw = model, signs
-        self._signs: dict[str, torch.Tensor] = {}
+    def __init__(self, model: nn.Module, signs: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        self._model, self._signs = model, signs
 
     def take(self) -> dict[str, list[float]]:
         """Digest the gradients as they are now. A parameter without a gradient is an error: it did not take part."""
@@ -132,11 +138,17 @@ class GradientDigests:
                 raise ValueError(f"parameter '{name}' has no gradient; expected all to take part; check the model")
             gradient = parameter.grad.detach()
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            gradient = whole.double().reshape(-1)
-            if name not in self._signs:
-                self._signs[name] = self._draw(name, gradient.numel()).to(gradient.device)
-            dots = self._signs[name].double() @ gradient
-            yield name, [gradient.norm().item(), gradient.mean().item(), *dots.tolist()]
+            yield name, self._digest(name, whole.reshape(-1))
+
+    def _digest(self, name: str, gradient: torch.Tensor) -> list[float]:
+        """[norm, mean, dot1, dot2] of a flat gradient."""
+        sums = torch.zeros(4, dtype=torch.float64, device=gradient.device)  # of squares, of values, of the two products
+        for start in range(0, gradient.numel(), PIECE):
+            piece = gradient[start : start + PIECE].double()
+            signs = self._signs(name, torch.arange(start, start + piece.numel(), device=piece.device))
+            sums += torch.cat([piece.square().sum()[None], piece.sum()[None], signs.double() @ piece])
+        squares, total, *dots = sums.tolist()
+        return [math.sqrt(squares), total / gradient.numel(), *dots]
 
 
 def write_whole(file: Path, text: str) -> None:

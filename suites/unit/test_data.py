@@ -70,8 +70,10 @@ def test_streams_differ() -> None:
 
 
 def test_signs() -> None:
-    """Two different vectors of +1 and -1, nearly balanced."""
-    signs = random_signs("layers.0.attention.wq.weight", 4096)
+    """Two different vectors of +1 and -1, nearly balanced; a piece of them is the same piece."""
+    name, index = "layers.0.attention.wq.weight", torch.arange(4096)
+    signs = random_signs(name, index)
+    assert torch.equal(random_signs(name, index[100:200]), signs[:, 100:200])
     assert {-1, 1} == set(signs.unique().tolist())
     assert bool((signs.double().mean(dim=1).abs() < 4 / 64).all())
     assert abs(float((signs[0].double() * signs[1]).mean())) < 4 / 64

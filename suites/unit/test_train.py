@@ -19,7 +19,7 @@ import torch
 
 from fp8stack import metrics, train
 from fp8stack.config import ALWAYS, IF_SET, NEVER
-from fp8stack.data import Batch, SyntheticTokens
+from fp8stack.data import Batch, SyntheticTokens, random_signs
 from fp8stack.linear import RECIPES
 from fp8stack.metrics import GradientDigests, JsonLines
 from fp8stack.models import MODELS, held
@@ -359,7 +359,32 @@ def test_digests_need_every_gradient() -> None:
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "idle": torch.nn.Linear(2, 2)})
     model["used"](torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match=r"idle\.weight"):
-        GradientDigests(model, lambda name, count: torch.ones(2, count, dtype=torch.int8)).take()
+        GradientDigests(model, random_signs).take()
+
+
+def test_digests_hold_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, mean and both dot products are those of the whole gradient; its signs are never there all at once.
+
+    Kept for every parameter they were two bytes a parameter on every rank: 15 GiB of llama3-8b.
+    """
+    model = torch.nn.Linear(19, 5, bias=False)
+    gradient = torch.randn(5, 19, generator=torch.Generator().manual_seed(0))
+    model.weight.grad = gradient
+    drawn: list[torch.Tensor] = []
+
+    def signs(name: str, index: torch.Tensor) -> torch.Tensor:
+        drawn.append(index)
+        return random_signs(name, index)
+
+    monkeypatch.setattr(metrics, "PIECE", 16)
+    digests = GradientDigests(model, signs)
+    flat = gradient.double().reshape(-1)
+    dots = random_signs("weight", torch.arange(95)).double() @ flat
+    expected = torch.stack([flat.norm(), flat.mean(), *dots]).tolist()
+    for _ in range(2):
+        drawn.clear()
+        assert digests.take()["weight"] == pytest.approx(expected, rel=1e-13)
+        assert [len(index) for index in drawn] == [16, 16, 16, 16, 16, 15]
 
 
 def test_json_lines_refuse_nan() -> None:

@@ -613,6 +613,26 @@ def _stays(name: str, linear: nn.Linear) -> str | None:
     return None if name else "the model itself is this linear; wrap it in a module"
 
 
+def _without_fused_path(model: nn.Module) -> dict[str, str]:
+    """Turn off what would evaluate a converted linear in high precision: torch's encoder reads its weight itself.
+
+    Without gradients, in eval(), nn.TransformerEncoderLayer runs one fused op in place of its modules. Returns a note
+    for each layer, by name.
+    """
+    layers = {
+        module: name or "(root)"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoderLayer)
+        and any(isinstance(linear, Float8Linear) for linear in (module.linear1, module.linear2))
+    }
+    for layer in layers:
+        layer.activation_relu_or_gelu = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and not layers.keys().isdisjoint(module.layers):
+            module.use_nested_tensor = False  # only that op takes what a padded batch would become
+    return dict.fromkeys(layers.values(), "its fused op for evaluation, which does not run its linears, is off")
+
+
 def convert_to_float8(
     model: nn.Module,
     recipe: str | Recipe,
@@ -723,6 +743,7 @@ def convert_to_float8(
             f"recipe '{chosen.name}' converted nothing; expected at least one linear in high precision with N and K "
             f"multiples of {ALIGNMENT}; left: {stayed or 'the model has no linear'}"
         )
+    notes |= _without_fused_path(model)
     return Conversion(
         chosen.name, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left, tuple(experts), notes
     )

@@ -12,6 +12,7 @@ from torch import nn
 from fp8stack import device
 from fp8stack.device import Detected
 from fp8stack.formats import UnsupportedDtype
+from fp8stack.kernels import launch
 from fp8stack.kernels.scaled_mm import scaled_mm
 from fp8stack.kernels.tensorwise import quantize_tensorwise
 from fp8stack.linear import RECIPES, Float8Linear, Linear, convert_to_float8
@@ -456,6 +457,23 @@ def test_filter_wins_at_every_name_of_a_module() -> None:
     assert report.left == {"a": "filter 'b'", "b": "filter 'b'", "c": "filter 'd'", "d": "filter 'd'"}
     assert shared.plan is None
     assert model["c"] is model["d"] is linear
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_evaluates_in_fp8(padded: bool) -> None:
+    """torch's encoder layer, in eval() without gradients, reads its linears' weights for one fused op: not in FP8."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    report = convert_to_float8(model, "rowwise", detected=simulated("cpu"))
+    assert set(report.notes) == {"layers.0", "layers.1"}
+    x = torch.randn(2, 16, 64)
+    mask = torch.arange(16).expand(2, 16) >= torch.tensor([[16], [12]]) if padded else None
+    expected = model(x, src_key_padding_mask=mask).detach()
+    with torch.no_grad(), launch.recording() as seen:
+        found = model(x, src_key_padding_mask=mask)
+    assert "scaled_mm" in seen
+    assert float((found - expected).abs().max()) < 0.01  # torch's attention has a fused op too, and keeps it
 
 
 HOOKS = {

@@ -311,19 +311,32 @@ def _watched_run(config: Any) -> tuple[dict[tuple[str, int], tuple[int, int]], l
     return {key: (count, size) for key, (count, size) in found.items()}, [steps, result.digests]
 
 
+def _dry_step(config: Any, world: Any) -> Any:
+    from fp8stack import train
+
+    trainer = train.Trainer(config, world)
+    return trainer.dry_step, trainer.model, trainer.optimiser
+
+
 def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
     """The dry run's answer for each (configuration, ranks, device type)."""
     import torch.distributed as dist
 
-    from fp8stack import dryrun, train
+    from fp8stack import dryrun
 
-    def make(config: Any, world: Any) -> Any:
-        trainer = train.Trainer(config, world)
-        return trainer.dry_step, trainer.model, trainer.optimiser
-
-    answers = [dryrun.measure(config, ranks, device_type, make) for config, ranks, device_type in cases]
+    answers = [dryrun.measure(config, ranks, device_type, _dry_step) for config, ranks, device_type in cases]
     assert not dist.is_initialized()
     return [(answer.collectives, answer.memory, answer.moments, answer.recomputed) for answer in answers]
+
+
+def dry_reports(rank: int, cases: list[tuple[Any, int]], topology: str) -> list[dict[str, Any]]:
+    """The whole dry run of each (configuration, ranks) for an MI300X, with weak scaling by the topology file."""
+    from pathlib import Path
+
+    from fp8stack import dryrun
+
+    name = "AMD Instinct MI300X"
+    return [dryrun.dry_run(config, ranks, name, Path(topology), _dry_step) for config, ranks in cases]
 
 
 def compiled_experts(rank: int, config: Any) -> Any:

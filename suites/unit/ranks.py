@@ -197,6 +197,27 @@ def _plant_on_rank_1(trainer: Any, rank: int) -> None:
         trainer.model.layers[0].attention.wo.register_forward_hook(lambda module, _, y: y * math.inf)
 
 
+def step_with_planted_gradients(rank: int, config: Any) -> tuple[float, list[float]]:
+    """A step in which rank r has a gradient of norm 3 + r: the norm on record, and those of what AdamW got here."""
+    import torch
+
+    from fp8stack.models import held
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    parameters = list(trainer.model.parameters())
+
+    def planted(parts: Any, valid: torch.Tensor) -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        held(parameters[1].grad).view(-1)[0] = 3.0 + rank
+        return torch.zeros((), dtype=torch.float64)
+
+    trainer._gradients = planted
+    [record] = trainer.run().steps
+    return record.grad_norm, [float(held(parameter.grad).norm()) for parameter in parameters]
+
+
 def resume_on_two(rank: int, config: Any, folder: str) -> list[Any]:
     """Restore a checkpoint that one rank wrote; the weights' hashes and the steps that follow."""
     from pathlib import Path

@@ -7,9 +7,9 @@ relative difference beside the band, and the first step beyond the limit of a wi
 gradient norms a layer in the first steps, where a wrong factor shows before any curve does; saturated codes a layer.
 
 The band, with `--nudged` runs of A's configuration (`train --nudge 1`, 2, ...): in each window K times the largest
-relative difference of a nudged run to A, K = 10 below 5 runs, 5 below 10, else 3, and never below 5e-5. Without them,
-the limits between two formats on one machine: the mean of log(B / A) in each 20 steps at most 2e-3, the last 20 within
-5e-3.
+relative difference of a nudged run to A, K = 10 below 5 runs, 5 below 10, else 3, and never below 5e-5. Each of them
+must have every step of A. Without them, the limits between two formats on one machine: the mean of log(B / A) in each
+20 steps at most 2e-3, the last 20 within 5e-3.
 
 Speed is the median of tokens/s after the first 10 steps. With `--unfused`, a run with B's recipe and `--quantisation
 unfused`, and A in bf16, the share of the gap that the kernels recover: (B - unfused) / (A - unfused) in tokens/s. 0: no
@@ -73,6 +73,7 @@ def read_run(folder: Path) -> Run:
         told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         if not isinstance(told, dict):
             raise ValueError("run.json holds no object")
+        _check_by_step(told)
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
@@ -84,11 +85,30 @@ def read_run(folder: Path) -> Run:
             norm[int(record["step"])] = float(record["grad_norm"])
             if "tokens_a_second" in record:
                 rate[int(record["step"])] = float(record["tokens_a_second"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder} cannot be read ({error}); expected a folder that train --out wrote") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise RunError(
+            f"{folder} cannot be read ({error}); expected a folder that train --out wrote; name one, or train again"
+        ) from None
     if not loss:
         raise RunError(f"{folder} holds no step; expected a run of at least one; train longer")
     return Run(folder, loss, norm, told, rate)
+
+
+def _check_by_step(told: dict[str, Any]) -> None:
+    """Make nothing of a null by step and layer. ValueError where it is neither null nor numbers."""
+
+    def numbers(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
+
+    for key, good in (("digests", numbers), ("saturated_by_layer", lambda value: isinstance(value, int))):
+        if told.get(key) is None:
+            told[key] = {}
+        found = told[key]
+        if not isinstance(found, dict) or not all(
+            step.isdecimal() and isinstance(named, dict) and all(map(good, named.values()))
+            for step, named in found.items()
+        ):
+            raise ValueError(f"{key} of run.json are no numbers by step and name")
 
 
 @dataclass(frozen=True)
@@ -107,11 +127,34 @@ class Row:
 
 
 def rows(a: Run, b: Run, nudged: list[Run]) -> list[Row]:
-    """By window: the largest relative difference of B's loss to A's, beside the band. Only steps that both have."""
+    """By window: the largest relative difference of B's loss to A's, beside the band. Only steps that both have.
+
+    Raises RunError where there is none, and for a nudged run that gives no band in each step of A.
+    """
     common = sorted(a.loss.keys() & b.loss.keys())
     if not common:
-        raise RunError(f"{a.folder} and {b.folder} have no step in common; expected runs of the same steps")
+        raise RunError(
+            f"{a.folder} and {b.folder} have no step in common; expected runs of the same steps; name others, or train "
+            "one of them further"
+        )
+    _check_nudged(a, nudged)
     return _against_nudged(a, b, nudged, common) if nudged else _paired(a, b, common)
+
+
+def _check_nudged(a: Run, nudged: list[Run]) -> None:
+    """Refuse what a maximum over runs would pass over: a step that is missing, a difference that is no number."""
+    for run in nudged:
+        if lacking := sorted(a.loss.keys() - run.loss.keys()):
+            raise RunError(
+                f"--nudged {run.folder} lacks {len(lacking)} of the {len(a.loss)} steps of {a.folder}, from step "
+                f"{lacking[0]}; expected all of them; train it to the end, or drop it"
+            )
+        odd = [step for step in sorted(a.loss) if not math.isfinite(_relative(a, run, step))]
+        if odd:
+            raise RunError(
+                f"--nudged {run.folder} has loss {run.loss[odd[0]]} in step {odd[0]}, where {a.folder} has "
+                f"{a.loss[odd[0]]}; expected finite losses, 0 in both or in none; drop it"
+            )
 
 
 def _windows(last: int) -> list[tuple[int, int]]:
@@ -126,13 +169,11 @@ def _against_nudged(a: Run, b: Run, nudged: list[Run], common: list[int]) -> lis
         steps = [step for step in common if first <= step <= end]
         if not steps:
             continue
-        spread = max(
-            (_relative(a, run, step) for run in nudged for step in steps if step in run.loss), default=math.nan
-        )
+        spread = max(_relative(a, run, step) for run in nudged for step in steps)
         difference, allowed = max((_relative(a, b, s) for s in steps), key=_order), max(factor * spread, FLOOR)
         found.append(Row(f"{first}-{end}", difference, _first_beyond(a, b, steps, allowed), allowed))
     tail = common[-20:]
-    spread = max((_tail(a, run, tail) for run in nudged), default=math.nan)
+    spread = max(_tail(a, run, tail) for run in nudged)
     allowed = max(factor * spread, FLOOR)
     return [*found, Row("tail", _tail(a, b, tail), _first_beyond(a, b, tail, allowed), allowed)]
 
@@ -142,7 +183,7 @@ def _paired(a: Run, b: Run, common: list[int]) -> list[Row]:
     for first in range(1, common[-1] + 1, 20):
         steps = [step for step in common if first <= step < first + 20]
         if steps:
-            ratio = sum(math.log(b.loss[s] / a.loss[s]) for s in steps) / len(steps)
+            ratio = sum(_log_ratio(a.loss[s], b.loss[s]) for s in steps) / len(steps)
             beyond = _first_beyond(a, b, steps, PAIRED_WINDOW)
             found.append(Row(f"{first}-{steps[-1]}", abs(ratio), beyond, PAIRED_WINDOW))
     tail = common[-20:]
@@ -154,7 +195,18 @@ def _first_beyond(a: Run, b: Run, steps: list[int], allowed: float) -> int | Non
 
 
 def _relative(a: Run, b: Run, step: int) -> float:
-    return abs(b.loss[step] - a.loss[step]) / abs(a.loss[step])
+    return _apart(a.loss[step], b.loss[step])
+
+
+def _apart(one: float, other: float) -> float:
+    """The relative difference to `one`; of a step without a valid token both are 0, and do not differ."""
+    return abs(other - one) / abs(one) if one else math.inf if other else 0.0
+
+
+def _log_ratio(one: float, other: float) -> float:
+    """log(other / one), of two zeros 0; infinite where there is none."""
+    ratio = other / one if one else math.inf if other else 1.0
+    return math.inf if ratio <= 0 else math.log(ratio)
 
 
 def _order(value: float) -> float:
@@ -162,14 +214,13 @@ def _order(value: float) -> float:
 
 
 def _tail(a: Run, b: Run, steps: list[int]) -> float:
-    means = [math.fsum(run.loss.get(s, math.nan) for s in steps) / len(steps) for run in (a, b)]
-    return abs(means[1] - means[0]) / abs(means[0])
+    return _apart(*(math.fsum(run.loss[s] for s in steps) / len(steps) for run in (a, b)))
 
 
 def gradient_ratios(a: Run, b: Run) -> dict[str, dict[str, float]]:
     """Step -> layer -> B's gradient norm / A's, over the layer's parameters, from the digests of the first steps."""
     found: dict[str, dict[str, float]] = {}
-    for step in sorted(a.told.get("digests", {}).keys() & b.told.get("digests", {}).keys(), key=int):
+    for step in sorted(a.told["digests"].keys() & b.told["digests"].keys(), key=int):
         squares: dict[str, list[float]] = {}
         one, other = a.told["digests"][step], b.told["digests"][step]
         for name in one:
@@ -184,7 +235,7 @@ def gradient_ratios(a: Run, b: Run) -> dict[str, dict[str, float]]:
 def saturation(run: Run) -> dict[str, dict[str, int]]:
     """Step -> layer -> saturated codes."""
     found: dict[str, dict[str, int]] = {}
-    for step, counts in run.told.get("saturated_by_layer", {}).items():
+    for step, counts in run.told["saturated_by_layer"].items():
         for name, count in counts.items():
             by_layer = found.setdefault(step, {})
             by_layer[layer_of(name)] = by_layer.get(layer_of(name), 0) + count
@@ -243,7 +294,7 @@ def report(a: Run, b: Run, nudged: list[Run], unfused: Run | None = None) -> tup
     lines += ["", f"{'step':>6}{'loss A':>12}{'loss B':>12}{'relative':>12}{'norm A':>12}{'norm B':>12}"]
     shown = [common[round(i * (len(common) - 1) / 11)] for i in range(12)] if len(common) > 12 else common
     for step in shown:
-        difference = (b.loss[step] - a.loss[step]) / a.loss[step]
+        difference = math.copysign(_relative(a, b, step), b.loss[step] - a.loss[step])
         lines.append(
             f"{step:>6}{a.loss[step]:>12.5f}{b.loss[step]:>12.5f}{difference:>+12.1e}{a.grad_norm[step]:>12.5f}"
             f"{b.grad_norm[step]:>12.5f}"
@@ -309,7 +360,10 @@ def main(argv: list[str] | None = None) -> int:
         a, b, *nudged = (read_run(folder) for folder in (arguments.run_a, arguments.run_b, *arguments.nudged))
         odd = [run.folder for run in nudged if run.told.get("config_hash") != a.told.get("config_hash")]
         if odd:
-            raise RunError(f"--nudged {odd[0]} is of another configuration than {a.folder}; expected runs of the same")
+            raise RunError(
+                f"--nudged {odd[0]} is of another configuration than {a.folder}; expected runs of the same; train such "
+                "with --nudge, or drop it"
+            )
         unfused = read_run(arguments.unfused) if arguments.unfused is not None else None
         if unfused is not None:
             _check_unfused(a, b, unfused)

@@ -32,7 +32,8 @@ over n ranks takes log2(n) latencies and moves (n-1)/n of its bytes (twice that 
 node's links within a node, of the network beyond. Computing is all products, repeated ones among them, at the device's
 peak rates times the topology's efficiency. Communication hides behind it except for the first unit's. No contention, no
 stragglers, no congestion: an upper bound of the speed, good for comparing plans. The degree of expert parallelism
-stays; of a cluster with fewer GPUs than that there is no row.
+stays; of a cluster with fewer GPUs than that there is no row. Where a rank shares its weights with no other (one rank,
+or as many as the degree), nothing is gathered: collectives of the table are then those of twice the degree.
 """
 
 from __future__ import annotations
@@ -412,11 +413,17 @@ def dry_run(
         bf16 = peaks.bf16_tflops * 1e12
         fp8 = (peaks.fp8_tflops or peaks.bf16_tflops) * 1e12 if detected is None or _native(detected) else bf16
         again = measured.recomputed
+        # Fewer ranks have nobody to gather from; of more the table is the same.
+        enough = max(ranks, 2 * config.expert_parallel)
+        if enough > ranks:
+            wider = dataclasses.replace(config, batch=config.batch // ranks * enough)
+            measured = measure(wider, enough, "cpu" if device_name == "cpu" else "cuda", make)
         seconds = (tokens * flops.bf16 + again["bf16"]) / bf16 + (tokens * flops.fp8 + again["fp8"]) / fp8
         report["simulated"] = {
             "topology": str(topology_file),
+            "collectives_of_ranks": enough,
             "weak_scaling": weak_scaling(
-                measured, ranks, config.expert_parallel, seconds, config.size.layers + 2, tokens, topology
+                measured, enough, config.expert_parallel, seconds, config.size.layers + 2, tokens, topology
             ),
         }
     return report
@@ -451,6 +458,9 @@ def text(report: dict[str, Any]) -> str:
     lines += [f"  {name:28}{size / 2**30:>10.3f}" for name, size in report["memory_bytes"].items()]
     if "simulated" in report:
         lines += ["", f"SIMULATED weak scaling, from {report['simulated']['topology']} (no run was made)"]
+        enough = report["simulated"]["collectives_of_ranks"]
+        if enough != report["ranks"]:
+            lines.append(f"  collectives as measured at {enough} ranks: with {report['ranks']} some are not issued")
         lines.append(
             f"  {'GPUs':>6}{'compute s':>12}{'communic. s':>13}{'step s':>10}{'tokens/s':>16}{'efficiency':>12}"
         )

@@ -24,6 +24,7 @@ import functools
 import gzip
 import html
 import json
+import math
 import re
 import sys
 import zlib
@@ -139,7 +140,10 @@ def _kernels(source: Path, file: Path, events: list[dict[str, Any]]) -> Kernels:
     if not marks:
         raise TraceError(f"{file} has no ProfilerStep marks; expected a trace of whole steps; profile with --profile")
     steps = len(marks)
-    kernels = Kernels(str(source), steps, sum(float(e["dur"]) for e in marks) / steps, False)
+    step_us = sum(float(e["dur"]) for e in marks) / steps
+    if not 0 < step_us < math.inf:
+        raise TraceError(f"{file} has steps of {step_us} us; expected steps that take time; profile again, or name one")
+    kernels = Kernels(str(source), steps, step_us, False)
     device = [event for event in spans if event.get("cat") in _DEVICE]
     kernels.on_device = bool(device)
     kernels.alone_us = _alone(device, "communication") / steps

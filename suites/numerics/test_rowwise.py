@@ -205,7 +205,10 @@ def test_random_amax(fmt: str, seed: int, quantize: Op) -> None:
 
 @pytest.mark.parametrize("fmt", [pytest.param(fmt, id=f"rowwise-{fmt}-bf16-all-bf16") for fmt in FORMATS])
 def test_all_bf16(fmt: str, quantize: Op) -> None:
-    """All 65,536 bf16 values, 256 a row (one high byte) beside the maximum: the scale is 1 in every row up to there."""
+    """All 65,536 bf16 values, 256 a row (one high byte) beside the maximum: the scale is 1 in every row up to there.
+
+    Both signs, and an amax over them, in the interpreter as on a GPU (triton-lang/triton#8322, #10945, #11584).
+    """
     values = oracle.all_bf16()
     x = torch.cat([values, torch.full_like(values[:, :1], formats.get(fmt).max)], dim=1)
     names = [f"high byte {byte:#04x}" for byte in range(256)]

@@ -197,6 +197,27 @@ def _plant_on_rank_1(trainer: Any, rank: int) -> None:
         trainer.model.layers[0].attention.wo.register_forward_hook(lambda module, _, y: y * math.inf)
 
 
+def step_with_planted_gradients(rank: int, config: Any) -> tuple[float, list[float]]:
+    """A step in which rank r has a gradient of norm 3 + r: the norm on record, and those of what AdamW got here."""
+    import torch
+
+    from fp8stack.models import held
+    from fp8stack.train import Trainer
+
+    trainer = Trainer(config)
+    parameters = list(trainer.model.parameters())
+
+    def planted(parts: Any, valid: torch.Tensor) -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        held(parameters[1].grad).view(-1)[0] = 3.0 + rank
+        return torch.zeros((), dtype=torch.float64)
+
+    trainer._gradients = planted
+    [record] = trainer.run().steps
+    return record.grad_norm, [float(held(parameter.grad).norm()) for parameter in parameters]
+
+
 def resume_on_two(rank: int, config: Any, folder: str) -> list[Any]:
     """Restore a checkpoint that one rank wrote; the weights' hashes and the steps that follow."""
     from pathlib import Path
@@ -311,19 +332,32 @@ def _watched_run(config: Any) -> tuple[dict[tuple[str, int], tuple[int, int]], l
     return {key: (count, size) for key, (count, size) in found.items()}, [steps, result.digests]
 
 
+def _dry_step(config: Any, world: Any) -> Any:
+    from fp8stack import train
+
+    trainer = train.Trainer(config, world)
+    return trainer.dry_step, trainer.model, trainer.optimiser
+
+
 def dry_collectives(rank: int, cases: list[tuple[Any, int, str]]) -> list[Any]:
     """The dry run's answer for each (configuration, ranks, device type)."""
     import torch.distributed as dist
 
-    from fp8stack import dryrun, train
+    from fp8stack import dryrun
 
-    def make(config: Any, world: Any) -> Any:
-        trainer = train.Trainer(config, world)
-        return trainer.dry_step, trainer.model, trainer.optimiser
-
-    answers = [dryrun.measure(config, ranks, device_type, make) for config, ranks, device_type in cases]
+    answers = [dryrun.measure(config, ranks, device_type, _dry_step) for config, ranks, device_type in cases]
     assert not dist.is_initialized()
     return [(answer.collectives, answer.memory, answer.moments, answer.recomputed) for answer in answers]
+
+
+def dry_reports(rank: int, cases: list[tuple[Any, int]], topology: str) -> list[dict[str, Any]]:
+    """The whole dry run of each (configuration, ranks) for an MI300X, with weak scaling by the topology file."""
+    from pathlib import Path
+
+    from fp8stack import dryrun
+
+    name = "AMD Instinct MI300X"
+    return [dryrun.dry_run(config, ranks, name, Path(topology), _dry_step) for config, ranks in cases]
 
 
 def compiled_experts(rank: int, config: Any) -> Any:

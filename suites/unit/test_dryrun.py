@@ -336,6 +336,38 @@ def test_flops_in_fp8(name: str, override: str | None, fp8: bool, monkeypatch: p
     assert report["flops_a_token"] == 57_912_852_480
 
 
+def test_weak_scaling_from_ranks_that_share_nothing(tmp_path: Path) -> None:
+    """One rank gathers nothing, nor are experts gathered that each rank has others of.
+
+    The table is that of twice as many ranks, with the same tokens a rank, and says so; and what 8 ranks give.
+    """
+    file = tmp_path / "cluster.toml"
+    file.write_text("\n".join(f"{name} = {value}" for name, value in NODE.items()))
+    few = dataclasses.replace(SHORT, batch=1)
+    spread = dataclasses.replace(EXPERTS, expert_parallel=2, batch=2)
+    cases = [
+        (few, 1),
+        (dataclasses.replace(few, batch=2), 2),
+        (dataclasses.replace(few, batch=8), 8),
+        (spread, 2),
+        (dataclasses.replace(spread, batch=4), 4),
+        (dataclasses.replace(spread, batch=8), 8),
+    ]
+    [reports] = ranks.run_ranks(ranks.dry_reports, cases, str(file), ranks=1)
+    tables = [report["simulated"]["weak_scaling"] for report in reports]
+    for first in (0, 3):
+        assert tables[first] == tables[first + 1]
+        for row, other in zip(tables[first], tables[first + 2], strict=True):
+            assert row["communication_s"] == pytest.approx(other["communication_s"], rel=1e-3)
+    assert [report["ranks"] for report in reports] == [ranks_ for _, ranks_ in cases]
+    assert [entry["op"] for entry in reports[0]["collectives"]] == ["all-reduce"]
+    assert [report["simulated"]["collectives_of_ranks"] for report in reports] == [2, 2, 8, 4, 4, 8]
+    told = "collectives as measured at {} ranks"
+    assert told.format(2) in dryrun.text(reports[0])
+    assert told.format(4) in dryrun.text(reports[3])
+    assert all("as measured at" not in dryrun.text(reports[n]) for n in (1, 2, 4, 5))
+
+
 def test_simulation_is_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     """The weak-scaling table says that it is simulated and from which file; in JSON it is under that word."""
     _measured(monkeypatch)

@@ -281,6 +281,18 @@ def test_a_gradient_norm_of_any_shard(played: str) -> None:
     assert (float(found), found.dtype, found.shape) == (25.0, torch.float64, ())
 
 
+def test_a_gradient_norm_is_of_all_ranks() -> None:
+    """Two ranks whose own gradients have norms 3 and 4: both report 5, and both clip by 5 (pytorch/pytorch#170862).
+
+    The norm is the 2-norm, here as in the whole product: there is no inf-norm that could be wrong (torchrec#3199).
+    """
+    answers = ranks.run_ranks(ranks.step_with_planted_gradients, short(steps=1, clip=0.5, digests=False))
+    for rank, (norm, clipped) in enumerate(answers):
+        assert norm == 5.0
+        assert max(clipped) == pytest.approx((3 + rank) * 0.5 / 5, rel=1e-6)
+        assert sum(found > 0 for found in clipped) == 1
+
+
 def test_rows_of_experts_are_sharded() -> None:
     """Over more ranks than experts the rows within each; experts where they divide, and where rows do not either."""
     experts, rows = torch.nn.Parameter(torch.empty(8, 64, 32)), torch.nn.Parameter(torch.empty(10, 32))

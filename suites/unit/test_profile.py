@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,17 @@ def test_bad_trace(content: str | None, told: str, tmp_path: Path, capsys: pytes
     assert told in err
     with pytest.raises(TraceError):
         read_trace(tmp_path)
+
+
+def test_steps_that_take_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three traces whose steps last 0 us have no share of a gap: one line that names the first, not a division."""
+    mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0}
+    for length in (0, -1, math.nan, math.inf):
+        (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [{**mark, "dur": length}]}))
+        assert profile.main([str(tmp_path)] * 3) == 2, length
+        err = capsys.readouterr().err
+        told = f"profile: {re.escape(str(tmp_path / 'trace.json'))} has steps of .* us; expected .*; profile again.*\n"
+        assert re.fullmatch(told, err), err
 
 
 @pytest.mark.parametrize("end", [-1, 20])

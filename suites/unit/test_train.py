@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8stack import metrics, train
+from fp8stack import metrics, parallel, train
 from fp8stack.config import ALWAYS, IF_SET, NEVER
 from fp8stack.data import Batch, SyntheticTokens
 from fp8stack.linear import RECIPES
@@ -611,6 +611,40 @@ def nothing_aside() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.unfreeze()
+PLACES = {
+    "alone": ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+    "size": ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'; expected a whole number"),
+    "address": ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set and MASTER_ADDR is not"),
+    "port": ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "RANK is set and MASTER_PORT is not"),
+    "port-word": (
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
+        "MASTER_PORT is 'http'",
+    ),
+    "rank": ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK is '-1'"),
+    "local": ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "LOCAL_RANK": ""}, "LOCAL_RANK"),
+    "beyond": ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK is 2 and WORLD_SIZE is"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"place-{name}") for name in PLACES])
+def test_a_place_that_cannot_be_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Variables of a launcher that are half there, or no numbers: exit 2 and one line that names the first."""
+    place, told = PLACES[name]
+    for variable in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in place.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(train, "SECONDS_FOR_RANK_0", 0.0)
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: False)  # by a test before this one
+    assert train.main(["--steps", "1", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert told in err
+    assert "torchrun" in err
+
+
 
 
 @pytest.mark.usefixtures("nothing_aside")

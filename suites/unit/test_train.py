@@ -373,7 +373,10 @@ def test_json_lines_refuse_nan() -> None:
 
 
 def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that ends in its middle, of run.json or of the lines kept by a resume, leaves the file that was there."""
+    """A write that ends in its middle, of run.json or of the lines kept by a resume, leaves the file that was there.
+
+    A line whose step is no number is none of those that are kept.
+    """
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n')
 
@@ -390,6 +393,8 @@ def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(KeyboardInterrupt):
             trainer.run(lambda record: train._write_run(file, 1, trainer))
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    with file.open("a") as stream:
+        stream.write('{"step": "x"}\n{"step": null}\n')
     lines = JsonLines(file, keep=1)
     lines.write({"step": 3})
     lines.close()
@@ -508,6 +513,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
             in told
         )
     assert all(name in told for name in (*MODELS, *RECIPES, "FP8STACK_ARCH", "Exit codes"))
+    assert "--checkpoint-every STEPS save after each so many steps, and after the last; 0: no checkpoints" in told
 
 
 def test_unknown_arch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,12 +611,6 @@ def test_one_of_two_ranks_tells_what_is_wrong(
     assert len(waited) == 1
 
 
-@pytest.fixture
-def nothing_aside() -> Iterator[None]:
-    """No object is set aside from the collector before, and none is left so."""
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
 PLACES = {
     "alone": ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
     "size": ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'; expected a whole number"),
@@ -645,6 +645,12 @@ def test_a_place_that_cannot_be_taken(
     assert "torchrun" in err
 
 
+@pytest.fixture
+def nothing_aside() -> Iterator[None]:
+    """No object is set aside from the collector before, and none is left so."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("nothing_aside")

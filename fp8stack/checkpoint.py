@@ -47,7 +47,8 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank makes one, at the same time; all methods but `newest` are collective.
+    """The checkpoints of one run. Every rank makes one, at the same time; all methods but `newest`, `abandon` and
+    `settle` of a rank that stops alone are collective.
 
     Args:
         folder: where they are; made if absent.

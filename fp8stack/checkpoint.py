@@ -24,6 +24,7 @@ import json
 import os
 import re
 import shutil
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 PARTIAL = ".partial"
 FACTS = "facts.json"
 _COMPLETE = re.compile(r"step-(\d{8})")
+# How long a rank that stops alone leaves it to rank 0 to complete what all have written.
+_SECONDS_TO_COMPLETE = 10.0
 
 
 class CheckpointError(ValueError):
@@ -44,7 +47,8 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank makes one, at the same time; all methods but `newest` are collective.
+    """The checkpoints of one run. Every rank makes one, at the same time; all methods but `newest`, `abandon` and
+    `settle` of a rank that stops alone are collective.
 
     Args:
         folder: where they are; made if absent.
@@ -74,7 +78,7 @@ class Checkpoints:
         """Copy `state` and begin to write it; returns as soon as `state` may change. Raises as `wait` does."""
         self.wait()
         self._clear()
-        final = self.folder / f"step-{step:08d}"
+        final = self._final(step)
         partial = final.with_name(final.name + PARTIAL)
         future = dcp.async_save(state, checkpoint_id=str(partial), process_group=self._group)
         finished: Future[None] = Future()
@@ -111,15 +115,54 @@ class Checkpoints:
         """Until the last save is complete. Raises CheckpointError, on every rank, if it could not be written."""
         if self._writing is None:
             return
-        (step, finished), self._writing = self._writing, None
+        step, finished = self._writing
         problem = finished.exception()
+        self._writing = None
         problems: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(problems, None if problem is None else _reason(problem), group=self._group)
         if any(problems):
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder} "
-                f"({next(filter(None, problems))}); expected room and permission there; free space and use --resume"
-            )
+            raise CheckpointError(self._not_written(step, next(filter(None, problems))))
+
+    def _not_written(self, step: int, reason: str) -> str:
+        return (
+            f"the checkpoint of step {step} could not be written to {self.folder} ({reason}); expected room and "
+            "permission there; free space and use --resume"
+        )
+
+    def settle(self, together: bool) -> str | None:
+        """For a run that stops on an error: until the last save is complete. Returns one line where it is given up.
+
+        together: every rank stops, and calls this (collective). Otherwise the others go on writing, as their threads
+        do while they wait for this rank in a step.
+        """
+        if together:
+            try:
+                self.wait()
+            except CheckpointError as error:
+                return str(error)
+            return None
+        if self._writing is None:
+            return None
+        step, finished = self._writing
+        problem = finished.exception()
+        self._writing = None
+        if problem is not None:
+            return self._not_written(step, _reason(problem))
+        final, limit = self._final(step), time.monotonic() + _SECONDS_TO_COMPLETE
+        while not final.exists():
+            if time.monotonic() > limit:
+                return _given_up(step, f"rank 0 has not completed it within {_SECONDS_TO_COMPLETE:g} s")
+            time.sleep(0.05)
+        return None
+
+    def abandon(self) -> str | None:
+        """For a run that ends at once: one line where a save is still being written, which goes with its group."""
+        if self._writing is None or self._writing[1].done():
+            return None
+        return _given_up(self._writing[0], "it was still being written")
+
+    def _final(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def _complete_one(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
         """Runs in the writing thread of rank 0, when all ranks have written."""
@@ -145,6 +188,13 @@ def incomplete(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(PARTIAL)) if folder.is_dir() else []
 
 
+def _given_up(step: int, why: str) -> str:
+    return (
+        f"the checkpoint of step {step} is given up ({why}); expected it complete before the run ends; --resume takes "
+        "the one before it, if there is one"
+    )
+
+
 def _reason(problem: BaseException) -> str:
     """The innermost cause in one line: torch wraps what ranks raised."""
     failures = getattr(problem, "failures", None)
@@ -165,7 +215,12 @@ def _flush_folder(folder: Path) -> None:
 def read_facts(checkpoint: Path) -> dict[str, Any]:
     """What `save` was told. Raises CheckpointError where it cannot be read."""
     try:
-        facts: dict[str, Any] = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+        facts = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError("it holds no object")
+        for name, kind in (("step", int), ("config_hash", str), ("config", dict), ("arch", str)):
+            if not isinstance(facts.get(name), kind):
+                raise ValueError(f"'{name}' is {facts.get(name)!r}")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint} has no readable {FACTS} ({error}); expected a complete checkpoint; remove the folder, and "

@@ -198,7 +198,6 @@ class JsonLines:
 def _step_of(line: str) -> float:
     """The step of a line; infinity for one that a kill cut off."""
     try:
-        step = json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
-    return float(step)

@@ -37,7 +37,11 @@ def parser() -> Parser:
         "--out", type=Path, help="folder for metrics.jsonl and checkpoints; without it lines go to stdout"
     )
     options.add_argument(
-        "--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints (default: 0)"
+        "--checkpoint-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="save after each so many steps, and after the last; 0: no checkpoints (default: 0)",
     )
     options.add_argument("--keep", type=int, default=2, help="how many checkpoints stay (default: 2)")
     options.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")

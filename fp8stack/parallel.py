@@ -115,10 +115,10 @@ class World:
 def join(device: str, expert_parallel: int = 1) -> World:
     """Take this process's place: the one that torchrun gave it, or world size 1.
 
-    Raises ConfigError where the device is not here, or is named by number under torchrun, or the degree of expert
-    parallelism does not divide the ranks.
+    Raises ConfigError where the environment says a place that cannot be taken, the device is not here, or is named by
+    number under torchrun, or the degree of expert parallelism does not divide the ranks.
     """
-    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    ranks = _ranks_started() if "RANK" in os.environ else 1
     found = _resolve_device(device, ranks)
     if found.type == "cuda":
         torch.cuda.set_device(found)
@@ -131,6 +131,22 @@ def join(device: str, expert_parallel: int = 1) -> World:
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return place(found, expert_parallel)
+
+
+def _ranks_started() -> int:
+    """How many ranks the environment speaks of, where it speaks of them as torchrun does."""
+    how = "as torchrun sets it; start the command with torchrun, or unset RANK"
+    meeting = () if dist.is_initialized() else ("MASTER_ADDR", "MASTER_PORT")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *meeting):
+        value = os.environ.get(name, "0" if name == "LOCAL_RANK" else None)
+        if value is None:
+            raise ConfigError(f"RANK is set and {name} is not; expected it {how}")
+        if name != "MASTER_ADDR" and not value.isdecimal():
+            raise ConfigError(f"{name} is '{value}'; expected a whole number, {how}")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= ranks:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE is {ranks}; expected a rank below it, {how}")
+    return ranks
 
 
 def place(device: torch.device, expert_parallel: int, plays: str | None = None) -> World:

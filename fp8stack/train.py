@@ -217,8 +217,9 @@ class Trainer:
     ) -> Result:
         """The steps that are left of the configuration. NonFiniteError stops it.
 
-        on_step: gets each record as it is made. checkpoints, every: one is saved after each `every` steps. profile_to:
-        folder for a trace of the steps `profiled`, or of those that profiled_steps says.
+        on_step: gets each record as it is made. checkpoints, every: one is saved after each `every` steps and after the
+        last; where an error stops the run, one may still be being written: `Checkpoints.settle`. profile_to: folder for
+        a trace of the steps `profiled`, or of those that profiled_steps says.
         """
         result = Result(
             config=self.config,
@@ -255,7 +256,7 @@ class Trainer:
                     tracing.after(step)
                 if on_step is not None:
                     on_step(record)
-                if checkpoints is not None and every and step % every == 0:
+                if checkpoints is not None and every and (step % every == 0 or step == self.config.steps):
                     checkpoints.save(step, self.state(), self.facts())
             if checkpoints is not None:
                 checkpoints.wait()
@@ -724,6 +725,11 @@ def _open_metrics(out: Path | None, trainer: Trainer) -> JsonLines | None:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror}); expected a folder; choose another"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{out / METRICS} cannot be read ({error}); expected the UTF-8 lines that a run writes; mend or move it: "
+            "only the lines of steps already done go with it"
+        ) from None
 
 
 def _make_folder(option: str, folder: Path) -> None:
@@ -836,13 +842,19 @@ def main(argv: list[str] | None = None) -> int:
         if arguments["export"] is not None:
             weights.write(arguments["export"], trainer.model, config.size)
     except (*STOPPED, DataError) as error:
-        if first or isinstance(error, DataError):
+        tells = first or isinstance(error, DataError)
+        if tells:
             print(f"train: {error}", file=sys.stderr)
+        lost = checkpoints.settle(together=isinstance(error, NonFiniteError)) if checkpoints is not None else None
+        if tells and lost:
+            print(f"train: {lost}", file=sys.stderr)
         return 2 if isinstance(error, DataError) else 1
     finally:
         if metrics is not None:
             metrics.close()
         if "RANK" in os.environ or trainer.device.type == "cuda":  # NCCL complains of an exit without
+            if first and checkpoints is not None and (lost := checkpoints.abandon()):  # Ctrl-C, a rank that died
+                print(f"train: {lost}", file=sys.stderr)
             parallel.leave()
     return 0
 

@@ -1,9 +1,13 @@
 """Weights as safetensors with Hugging Face names: to start from, and to hand on.
 
 `read` takes a folder as it is published: one `model.safetensors` or several with `model.safetensors.index.json`, any
-float dtype, `lm_head.weight` absent where it is tied to the embedding. Each rank reads the rows that it holds. Where
-`config.json` is there, the numbers in it that a weight's shape cannot show (bases of the rotary wavelengths, epsilon of
-the norms, heads) must be those of the model.
+float dtype from 16 bits, `lm_head.weight` absent where it is tied to the embedding. Each rank reads the rows that it
+holds. Where `config.json` is there, what a weight's shape cannot show (bases of the rotary wavelengths, epsilon of the
+norms, heads, activation) must be the model's, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+(`rope_parameters`). What it does not say is not known: a folder without one is taken for the model.
+
+What loads, so, is Llama 3 of 8B and 70B, weights of the same computation in the sizes of a model here, and what `write`
+made. Llama 3.1 and later, and DeepSeek's releases, are refused by name: they scale rotary positions (llama3, YaRN).
 
 `write` makes such a folder from float32 masters, in files of at most 4 GiB: what was trained, to the last bit.
 Rotary positions are laid out as Hugging Face's (models.py), so no weight is permuted either way.
@@ -11,8 +15,8 @@ Rotary positions are laid out as Hugging Face's (models.py), so no weight is per
 DeepSeek: an expert's weights are tensors of their own there and rows of one here. The balancing bias of a router goes
 with them as `e_score_correction_bias`; models with softmax scores are published without one, and start from zero.
 
-Not here: weights in FP8, as DeepSeek-V3's are published, and its YaRN (config.json says rope_scaling): both are refused
-by name. A further layer, of multi-token prediction, is left alone.
+Not here: rope scaling of any kind; weights in FP8, as DeepSeek-V3's are published, which are refused by name too. A
+further layer, of multi-token prediction, is left alone.
 """
 
 from __future__ import annotations
@@ -129,6 +133,7 @@ def _deepseek(size: DeepSeek) -> dict[str, Any]:
         "kv_lora_rank": size.kv_lora,
         "qk_nope_head_dim": size.nope_dim,
         "qk_rope_head_dim": size.rope_dim,
+        "rope_interleave": True,
         "v_head_dim": size.v_dim,
         "first_k_dense_replace": size.dense_layers,
         "moe_intermediate_size": size.expert_ffn,
@@ -149,6 +154,11 @@ _WIDE_ENOUGH = ("F64", "F32", "F16", "BF16")
 
 # Free to differ: what says nothing about the computation, and the depth, which --layers may trim.
 _FREE = ("architectures", "torch_dtype", "tie_word_embeddings", "num_hidden_layers")
+
+# What every model here computes in one way, where a config.json may say another; and where it says how positions turn.
+_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+_ROPE = ("rope_scaling", "rope_parameters")
+_WAY_OUT = "start from weights without it, or drop --init-from and train from the beginning"
 
 
 @torch.no_grad()
@@ -220,12 +230,43 @@ def _check_config(folder: Path, size: Sizes) -> None:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise WeightsError(f"{file} cannot be read ({error}); expected JSON; copy it again, or remove it") from None
+    if not isinstance(found, dict):
+        raise WeightsError(f"{file} holds {found!r:.60}; expected an object; copy it again, or remove it")
+    found = found | _unscaled(file, found)
+    for key, ours in _ONLY.items():
+        if found.get(key, ours) != ours:
+            raise WeightsError(
+                f"{file} says {key} = {found[key]!r}; expected {ours!r}: this trainer computes nothing else; {_WAY_OUT}"
+            )
     for key, ours in _config(size).items():
-        if key not in _FREE and key in found and found[key] != ours:
+        if key not in (*_FREE, *_ROPE) and key in found and found[key] != ours:
             raise WeightsError(
                 f"{file} says {key} = {found[key]!r}; the model has {ours!r}; choose the model that the weights "
                 "belong to"
             )
+
+
+def _unscaled(file: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of rotary positions in an object of theirs, by the keys of `_config` and `_ONLY`.
+
+    transformers 5 writes {rope_theta, rope_type, ...} as rope_parameters; before, rope_theta was a key of its own and
+    rope_scaling null or the rest. WeightsError for any type but the default.
+    """
+    told: dict[str, Any] = {}
+    for key in _ROPE:
+        rope = found.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise WeightsError(f"{file} says {key} = {rope!r:.200}; expected one object for all layers; {_WAY_OUT}")
+        kind = rope.get("rope_type", rope.get("type", "unnamed" if "factor" in rope else "default"))
+        if kind != "default":
+            raise WeightsError(
+                f"{file} says {key} of type {kind!r}; expected none or 'default': this trainer does not compute scaled "
+                f"rotary positions; {_WAY_OUT}"
+            )
+        told |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    return told
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -235,13 +276,16 @@ def _files(folder: Path) -> dict[str, Path]:
         raise WeightsError(f"{folder} is no folder; expected one with safetensors in it; correct --init-from")
     try:
         if (folder / INDEX).exists():
-            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            listed = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+                raise ValueError(f"{INDEX} has no weight_map from names of tensors to names of files")
             return {name: folder / file for name, file in listed.items()}
         found: dict[str, Path] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safetensors.safe_open(str(file), framework="pt") as stream:
                 found.update(dict.fromkeys(stream.keys(), file))
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise WeightsError(
             f"{folder} cannot be read ({error}); expected safetensors as Hugging Face lays them out; correct "
             "--init-from"

@@ -248,6 +248,51 @@ def killed_in_a_save(rank: int, config: Any, folder: str) -> None:
     trainer.run(None, Dying(Path(folder), keep=5), every=1)
 
 
+def stopped_in_a_save(rank: int, how: str, writes: bool, folder: str) -> tuple[int | str, str]:
+    """The command, whose save of step 2 takes long and is under way when step 3 stops the run, as `how` says.
+
+    writes: False where the save fails at its end. Returns the exit code, or the error that nobody catches, and stderr.
+    """
+    import contextlib
+    import io
+
+    import torch.distributed.checkpoint as dcp
+
+    from fp8stack import train
+    from fp8stack.data import DataError
+    from fp8stack.models import held
+
+    write, step, line = dcp.FileSystemWriter.write_data, train.Trainer._step, train.JsonLines.write
+
+    def slowly(self: Any, *arguments: Any) -> Any:
+        time.sleep(2.0)
+        if not writes:
+            raise OSError(28, "No space left on device")
+        return write(self, *arguments)
+
+    def third(self: Any, number: int, *arguments: Any) -> Any:
+        if number == 3 and how == "not-finite":
+            held(self.model.norm.weight).fill_(math.nan)
+        if number == 3 and how == "data" and rank == 1:
+            raise DataError("the tokens are gone")
+        return step(self, number, *arguments)
+
+    def told(self: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 3 and how == "metrics":
+            raise OSError(28, "No space left on device")
+        line(self, record)
+
+    dcp.FileSystemWriter.write_data = slowly
+    train.Trainer._step, train.JsonLines.write = third, told
+    arguments = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "5", "--out", folder]
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            code: int | str = train.main([*arguments, "--checkpoint-every", "2"])
+        except RuntimeError as error:  # of gloo: the other rank has gone
+            code = type(error).__name__
+    return code, stderr.getvalue()
+
+
 def read_without_the_package(rank: int, folder: str, file: str) -> dict[str, Any]:
     """A checkpoint as torch alone sees it: names, dtypes and a weight."""
     import sys

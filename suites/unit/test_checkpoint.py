@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, flo
     hashes: dict[str, float] = {}
     trainer.run(
         lambda record: hashes.update(ranks.hashes(trainer.model)) if record.step == 7 else None,
-        Checkpoints(folder, keep=1),
+        Checkpoints(folder, keep=2),
         every=7,
     )
     return folder / "step-00000007", hashes
@@ -60,6 +65,7 @@ def test_resume_is_bit_exact(workers: int, tokens: Path, tmp_path: Path, capsys:
 
     assert train.main([*common, "--out", str(tmp_path / "straight")]) == 0
     straight = lines(tmp_path / "straight")
+    shutil.rmtree(tmp_path / "straight" / "checkpoints" / "step-00000012")
     assert train.main([*common, "--out", str(tmp_path / "straight"), "--resume"]) == 0
     assert "resuming after step 7" in capsys.readouterr().err
     assert lines(tmp_path / "straight") == straight
@@ -156,6 +162,109 @@ def test_killed_save_is_no_checkpoint(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+@pytest.mark.parametrize(
+    ("how", "codes", "told"),
+    [
+        pytest.param("not-finite", [1, 1], "step 3: the loss is not finite", id="stopped-not-finite"),
+        pytest.param("metrics", [1, "RuntimeError"], "step 3 could not be written", id="stopped-metrics"),
+        pytest.param("data", ["RuntimeError", 2], "the tokens are gone", id="stopped-data"),
+    ],
+)
+def test_a_save_under_way_outlives_the_error(how: str, codes: list[Any], told: str, tmp_path: Path) -> None:
+    """A run that stops while a checkpoint is being written leaves it complete, whichever rank stops first."""
+    answers = ranks.run_ranks(ranks.stopped_in_a_save, how, True, str(tmp_path))
+    assert [code for code, _ in answers] == codes
+    errors = [line for _, err in answers for line in err.splitlines() if line.startswith("train")]
+    assert len(errors) == 1, errors
+    assert told in errors[0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, id=f"lost-{how}") for how in ("not-finite", "metrics")])
+def test_a_save_that_is_lost_is_told(how: str, tmp_path: Path) -> None:
+    """Where it cannot be completed a second line says so, from rank 0 alone."""
+    answers = ranks.run_ranks(ranks.stopped_in_a_save, how, False, str(tmp_path))
+    lines = [[line for line in err.splitlines() if line.startswith("train")] for _, err in answers]
+    assert [len(told) for told in lines] == [2, 0]
+    assert "step 3" in lines[0][0]
+    assert "the checkpoint of step 2 could not be written" in lines[0][1]
+    assert "No space left on device" in lines[0][1]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002.partial"]
+
+
+INTERRUPTED_IN_A_SAVE = """
+import signal, sys, time
+import torch.distributed.checkpoint as dcp
+from fp8stack import command, train
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands on one that is ignored
+
+def slowly(*_):
+    print("writing", file=sys.stderr, flush=True)
+    time.sleep(5.0)
+    raise OSError("too late")
+
+dcp.FileSystemWriter.write_data = slowly
+sys.exit(command.run("train", lambda: train.main(sys.argv[1:])))
+"""
+
+
+def test_an_interrupted_save_is_told(tmp_path: Path) -> None:
+    """Ctrl-C does not wait for a save; where the group that it needs goes, one line says that it is given up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    arguments = ["--layers", "1", "--batch", "1", "--seq", "8", "--device", "cpu", "--steps", "1000000"]
+    running = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED_IN_A_SAVE, *arguments, "--out", str(tmp_path), "--checkpoint-every", "2"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **place},
+    )  # fmt: skip
+    assert running.stderr is not None
+    try:
+        for line in running.stderr:
+            if line == "writing\n":
+                break
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 130, err
+    told = [line for line in err.splitlines() if line.startswith("train: ")]
+    assert told[-1] == "train: interrupted"
+    assert "the checkpoint of step 2 is given up (it was still being written)" in told[0]
+    assert len(told) == 2, err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "found"),
+    [
+        pytest.param(3, 5, [3], id="ends-before-the-first"),
+        pytest.param(3, 2, [2, 3], id="ends-between"),
+        pytest.param(4, 2, [2, 4], id="ends-on-one"),
+    ],
+)
+def test_the_last_step_is_saved(steps: int, every: int, found: list[int], tmp_path: Path) -> None:
+    """After the last step there is a checkpoint, written once; resuming there does nothing and is no error."""
+    saved: list[int] = []
+
+    class Counting(Checkpoints):
+        def save(self, step: int, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+            saved.append(step)
+            super().save(step, state, facts)
+
+    common = ["--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", str(steps)]
+    common += ["--out", str(tmp_path), "--checkpoint-every", str(every)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "Checkpoints", Counting)
+        for again in ([], ["--resume"]):
+            assert train.main([*common, *again]) == 0
+            assert saved == found
+            names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+            assert names == [f"step-{step:08d}" for step in found]
+            assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == steps
+
+
 def test_dtype_is_checked(saved: tuple[Path, dict[str, float]]) -> None:
     """A tensor of another dtype is an error that names it, not a silent cast (pytorch/pytorch#187138)."""
     folder, _ = saved
@@ -210,6 +319,43 @@ def test_damaged_run_file(text: str, saved: tuple[Path, dict[str, float]], tmp_p
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1, err
     assert "run.json cannot be read" in err
+
+
+DAMAGED_FACTS = {
+    "facts-empty": (b"{}", "'step' is None"),
+    "facts-list": (b"[]", "no object"),
+    "facts-number": (b"5", "no object"),
+    "facts-no-config": (b'{"step": 7, "config_hash": "x", "arch": "cpu"}', "'config' is None"),
+    "facts-step": (b'{"step": "7", "config_hash": "x", "config": {}, "arch": "cpu"}', "'step' is '7'"),
+    "facts-bytes": (b"\xff", "can't decode byte 0xff"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in DAMAGED_FACTS])
+def test_damaged_facts(name: str, saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: Any) -> None:
+    """A facts.json that says less than a resume needs is one line and exit 2."""
+    text, told = DAMAGED_FACTS[name]
+    folder = tmp_path / "checkpoints" / saved[0].name
+    shutil.copytree(saved[0], folder)
+    (folder / checkpoint.FACTS).write_bytes(text)
+    assert train.main(["--layers", "1", "--device", "cpu", "--out", str(tmp_path), "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert f"{folder} has no readable facts.json" in err
+    assert told in err
+
+
+def test_metrics_that_are_no_text(saved: tuple[Path, dict[str, float]], tmp_path: Path, capsys: Any) -> None:
+    """A byte that is no UTF-8 in metrics.jsonl is one line and exit 2 at --resume, and nothing is removed."""
+    shutil.copytree(saved[0], tmp_path / "checkpoints" / saved[0].name)
+    lines = b'{"step": 1}\n{"step": \xff}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
+    common = ["--recipe", "rowwise", "--layers", "1", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "12"]
+    assert train.main([*common, "--out", str(tmp_path), "--resume"]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train: ")]
+    assert len(told) == 1
+    assert re.search(r"metrics\.jsonl cannot be read .*0xff.*; expected the UTF-8 lines", told[0])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines
 
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

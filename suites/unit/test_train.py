@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8stack import metrics, train
+from fp8stack import metrics, parallel, train
 from fp8stack.config import ALWAYS, IF_SET, NEVER
 from fp8stack.data import Batch, SyntheticTokens, random_signs
 from fp8stack.linear import RECIPES
@@ -398,7 +398,10 @@ def test_json_lines_refuse_nan() -> None:
 
 
 def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that ends in its middle, of run.json or of the lines kept by a resume, leaves the file that was there."""
+    """A write that ends in its middle, of run.json or of the lines kept by a resume, leaves the file that was there.
+
+    A line whose step is no number is none of those that are kept.
+    """
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n')
 
@@ -415,6 +418,8 @@ def test_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(KeyboardInterrupt):
             trainer.run(lambda record: train._write_run(file, 1, trainer))
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    with file.open("a") as stream:
+        stream.write('{"step": "x"}\n{"step": null}\n')
     lines = JsonLines(file, keep=1)
     lines.write({"step": 3})
     lines.close()
@@ -533,6 +538,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
             in told
         )
     assert all(name in told for name in (*MODELS, *RECIPES, "FP8STACK_ARCH", "Exit codes"))
+    assert "--checkpoint-every STEPS save after each so many steps, and after the last; 0: no checkpoints" in told
 
 
 def test_unknown_arch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,6 +634,40 @@ def test_one_of_two_ranks_tells_what_is_wrong(
     assert train.main(["--recipe", "fp9"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert len(waited) == 1
+
+
+PLACES = {
+    "alone": ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+    "size": ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'; expected a whole number"),
+    "address": ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set and MASTER_ADDR is not"),
+    "port": ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "RANK is set and MASTER_PORT is not"),
+    "port-word": (
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
+        "MASTER_PORT is 'http'",
+    ),
+    "rank": ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK is '-1'"),
+    "local": ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "LOCAL_RANK": ""}, "LOCAL_RANK"),
+    "beyond": ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK is 2 and WORLD_SIZE is"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"place-{name}") for name in PLACES])
+def test_a_place_that_cannot_be_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Variables of a launcher that are half there, or no numbers: exit 2 and one line that names the first."""
+    place, told = PLACES[name]
+    for variable in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in place.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(train, "SECONDS_FOR_RANK_0", 0.0)
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: False)  # by a test before this one
+    assert train.main(["--steps", "1", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert told in err
+    assert "torchrun" in err
 
 
 @pytest.fixture

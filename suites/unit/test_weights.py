@@ -189,7 +189,8 @@ def test_deepseek_refused(experts: tuple[Path, dict[str, torch.Tensor], dict[str
         ({n: t for n, t in found.items() if n != name}, {}, f"no tensor '{name}'"),
         ({n: t for n, t in found.items() if n != bias}, {}, f"no tensor '{bias}'"),
         ({**found, name: found[name].to(torch.float8_e4m3fn)}, {}, f"'{name}' is F8_E4M3 .* scales"),
-        (found, {"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling"),
+        (found, {"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling of type 'yarn'"),
+        (found, {"rope_interleave": False}, "rope_interleave = False"),
     ):
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -255,6 +256,84 @@ def test_refused(make: Any, told: str, exported: tuple[Path, dict[str, torch.Ten
     make(tmp_path, exported[1])
     with pytest.raises(WeightsError, match=told):
         weights.read(tmp_path, Trainer(SHORT).model, SIZE)
+
+
+# What a config.json may say that makes another computation of the same shapes, and what is told of it.
+OTHERS = {
+    "theta-of-5": ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "rope_theta = 10000.0; the model"),
+    "theta-in-both": ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta = 10000.0; the model"),
+    "llama3-of-5": (
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}},
+        "rope_parameters of type 'llama3'",
+    ),
+    "llama3": ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type 'll"),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+    "untyped": ({"rope_scaling": {"factor": 2.0}}, "rope_scaling of type 'unnamed'"),
+    "by-layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = {'full_att"),
+    "word": ({"rope_parameters": "yarn"}, "rope_parameters = 'yarn'; expected one object"),
+    "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5; expected 1.0"),
+    "gelu": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; expected 'silu'"),
+    "attention-bias": ({"attention_bias": True}, "attention_bias = True; expected False"),
+    "mlp-bias": ({"mlp_bias": True}, "mlp_bias = True; expected False"),
+    "number": (5, "config.json holds 5; expected an object"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"config-{name}") for name in OTHERS])
+def test_another_computation(
+    name: str, exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that fit, with a config.json of another computation: exit 2 and one line that names key and value."""
+    said, told = OTHERS[name]
+    save_file(exported[1], tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    arguments = ["--layers", "2", "--batch", "2", "--seq", "16", "--device", "cpu", "--steps", "1"]
+    assert train.main([*arguments, "--init-from", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert told in err
+    assert "choose the model" not in err or "the model has" in err
+
+
+# config.json of Meta-Llama-3-8B, as published and as transformers 5 writes it again.
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        pytest.param({"rope_scaling": None, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}, id="llama3-8b-of-4"),
+        pytest.param({"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}, id="llama3-8b-of-5"),
+    ],
+)
+def test_llama_3_8b(positions: dict[str, Any], tmp_path: Path) -> None:
+    """Both spellings of the model's own computation are taken."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_8B, **positions}))
+    weights._check_config(tmp_path, model_named("llama3-8b"))
+
+
+INDEXES = {
+    "list": [],
+    "no-map": {},
+    "map-list": {"weight_map": []},
+    "numbers": {"weight_map": {"model.norm.weight": 1}},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=f"index-{name}") for name in INDEXES])
+def test_damaged_index(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An index that does not say which file holds a tensor: exit 2 and one line that names it."""
+    (tmp_path / weights.INDEX).write_text(json.dumps(INDEXES[name]))
+    assert train.main(["--layers", "1", "--device", "cpu", "--steps", "1", "--init-from", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert f"{tmp_path} cannot be read ({weights.INDEX} has no weight_map" in err
 
 
 def test_without_the_package(

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import gate, manifest, record, samples, speed
+from harness import deaths, gate, manifest, record, samples, speed
 from harness.errors import ConfigError, MissingError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal_reader import Journal
@@ -67,14 +67,14 @@ class Calibrated:
 class Selected:
     """Which rows of evidence are taken: those of `case`, less those of `without`; both as `--case` takes them.
 
-    What the evidence says of a whole process is of every row.
+    What the evidence says of a suite, a process or a module as a whole is of every row.
     """
 
     case: str | None = None
     without: str | None = None
 
     def __call__(self, test_id: str) -> bool:
-        if "::" not in test_id:
+        if not manifest.is_test(test_id):
             return True
         left_out = self.without is not None and manifest.case_matches(test_id, self.without)
         return manifest.case_matches(test_id, self.case) and not left_out
@@ -99,8 +99,17 @@ def run_all(
 def check(evidence: Path, selected: Selected = EVERY) -> None:
     """ConfigError for evidence with anything red or unclear, among the rows that are taken, that is not cured by this.
 
-    A row that is too noisy to gate is cured by more launches, or recorded as what it is.
+    A row that is too noisy to gate is cured by more launches, or recorded as what it is. A session that was cut off is
+    refused whole, whichever row it was at: what it was cut off by may have slowed what it had timed before.
     """
+    death = deaths.of_suite(Journal.read(evidence / JOURNAL_FILE), SUITE, evidence)
+    if death is not None:
+        kept = f"; what it had timed is in {evidence}/launches/, to be read and never recorded"
+        raise ConfigError(
+            f"{evidence} is of a session that was cut off: {death.message}",
+            "one that came to its end",
+            f"run again, fewer rows at a time with --case{kept if (evidence / 'launches').is_dir() else ''}",
+        )
     curable = record.CURABLE | {Verdict.UNMEASURABLE}
     bad = [
         result
@@ -109,12 +118,14 @@ def check(evidence: Path, selected: Selected = EVERY) -> None:
         and result.verdict not in curable
         and not (result.verdict is Verdict.INCONCLUSIVE and (result.baseline or {}).get("limit", 0) > speed.TOO_NOISY)
     ]
+    bad.sort(key=lambda result: manifest.is_test(result.id))  # what no choice of rows leaves out comes first
     if bad:
+        other = f"; or leave the row out, --without {bad[0].id!r}" if manifest.is_test(bad[0].id) else ""
         raise ConfigError(
-            f"{evidence} has {len(bad)} rows that are no ground for a baseline, first {bad[0].id}: {bad[0].verdict} "
-            f"{bad[0].message}",
+            f"{evidence} has {len(bad)} findings that are no ground for a baseline, first {bad[0].id}: "
+            f"{bad[0].verdict} {bad[0].message}",
             "a run on a machine that held still, in which every row was measured",
-            f"read {evidence}/summary.md, and run again; or leave the row out, --without {bad[0].id!r}",
+            f"read {evidence}/summary.md, and run again{other}",
         )
 
 
@@ -160,9 +171,9 @@ def changes(
     twice = [key for key, count in Counter(row.key for row in fresh).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"{twice[0][0]} was measured twice by runs that started at {twice[0][1]}",
-            "each run once, or runs of other rows where several start together",
-            "give each folder once, and leave the row out of one run",
+            f"{twice[0][0]} was measured twice by the run that started at {twice[0][1]}",
+            "each run once, and no copy of it",
+            "give each folder once",
         )
     path = root / "baselines" / platform.id / samples.PERF_FILE
     old = samples.load(path, platform.id).rows if path.exists() else []

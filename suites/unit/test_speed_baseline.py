@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,15 +33,25 @@ def evidence(
     dirty: bool = False,
     test: str = built.TEST,
     manifest: Sequence[str] = (),
+    running: str = "",
+    killed: bool = False,
     **told: Any,
 ) -> Path:
-    """Evidence of one row on an H200, judged with a manifest where there is one; `told`: more of run.json."""
+    """Evidence of one row on an H200, judged with a manifest where there is one; `told`: more of run.json.
+
+    `killed` by SIGKILL, while the test `running` ran or none.
+    """
     made = Built(folder / f"run-{number}", ("perf",))
     made.run |= {"platform": "h200", "arch": "sm_90", "commit": commit, "dirty": dirty}
     made.run |= {"started": f"2026-02-{number:02}T04:05:06+00:00"}
     made.run["capabilities"] |= {"platform": "h200", "vendor": "nvidia", "device_name": built.DEVICE, "gpus": 1}
     made.run |= told
     made.test(test, samples_file="samples/row.json", format="e4m3fn", op=now.op)
+    if running:
+        made.test(running, "running")
+    if killed:
+        made.process("perf", rc=None, signal="SIGKILL")
+        made.file("launches/time.json", "{}")
     if manifest:
         write_manifest(made.baselines / "h200" / "manifest.txt", manifest)
     written = made.write()
@@ -185,8 +196,71 @@ def test_one_bad_row_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFi
         assert cli.main([*both, *how]) == 0
         assert "1 runs of 1 rows written, 1 runs in all" in capsys.readouterr().out
     assert cli.main([*base, "--from", str(good)]) == 2
-    assert f"{built.TEST} was measured twice by runs that started at 2026-02-01" in capsys.readouterr().err
-    assert calibrate.Selected("rowwise-*")("perf/<process>")
+    err = capsys.readouterr().err
+    assert f"{built.TEST} was measured twice by the run that started at 2026-02-01" in err
+    assert "give each folder once" in err
+    assert "leave" not in err
+
+
+@pytest.mark.parametrize("running", ["", TRAINER_TEST], ids=["between-tests", "in-a-row-left-out"])
+@pytest.mark.parametrize(
+    "selected",
+    [
+        calibrate.EVERY,
+        calibrate.Selected(case="rowwise*"),
+        calibrate.Selected(without="perf/suite::process,trainer*"),
+        calibrate.Selected(case="rowwise*", without="process"),
+    ],
+    ids=["every", "case", "without", "both"],
+)
+def test_a_killed_session_is_of_every_row(selected: calibrate.Selected, running: str, tmp_path: Path) -> None:
+    """No selection of rows drops it, nothing offers that, and the message says where what it had timed is."""
+    folder = evidence(tmp_path, built.run(random.Random(5)), running=running, killed=True)
+    with pytest.raises(ConfigError, match="killed from outside by SIGKILL") as refused:
+        calibrate.check(folder, selected)
+    assert "--without" not in str(refused.value)
+    assert f"what it had timed is in {folder}/launches/, to be read and never recorded" in str(refused.value)
+
+
+def test_what_no_choice_of_rows_leaves_out_is_said_first(tmp_path: Path) -> None:
+    """A row that was killed is worse than a module that cannot be collected, and the advice for it would not do."""
+    made = Built(tmp_path, ("perf",)).test(built.TEST, "failed", "wrong").process("perf", rc=1)
+    made.extra_events.append(
+        ("collect-error", {"suite": "perf", "path": "suites/perf/test_x.py", "message": "m", "detail": "d"})
+    )
+    made.extra_events.append(
+        ("worker-crash", {"suite": "perf", "worker": "gw0", "id": built.TEST, "message": "m", "signal": "SIGKILL"})
+    )
+    folder = made.write()
+    assert gate.judge(folder).worst_first[0].id == built.TEST
+    with pytest.raises(ConfigError, match="first perf/test_x::collection: FAIL") as refused:
+        calibrate.check(folder)
+    assert "--without" not in str(refused.value)
+
+
+def test_findings_about_more_than_a_test_are_always_selected() -> None:
+    """`--without` names tests: a suite, a process, a worker and a module that cannot be collected are none."""
+    for finding in ("perf/suite::process", "perf/suite::worker-gw0", "perf/test_speed::collection", "perf/<process>"):
+        assert calibrate.Selected(case="rowwise-*", without=finding)(finding)
+        assert calibrate.Selected(without=f"*,{finding.rpartition('::')[2]}")(finding)
+    assert not calibrate.Selected(without="*")(built.TEST)
+    assert not calibrate.Selected(without="x::y*")("perf/test_a::test_a[x::y]")
+
+
+def test_two_sessions_of_one_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two GPUs, one clock: both count. A copy of a run is that run; what was recorded before is not recorded anew."""
+    root, draw = checkout(tmp_path), random.Random(7)
+    one, other = (evidence(tmp_path / name, built.run(draw)) for name in "ab")
+    again = shutil.copytree(one, tmp_path / "again")
+    command = ["baseline", "calibrate", "--root", str(root), "--from", str(one)]
+    assert cli.main([*command, "--from", str(again)]) == 2
+    assert "was measured twice" in capsys.readouterr().err
+    for _ in range(2):
+        assert cli.main([*command, "--from", str(other)]) == 0
+        assert "2 runs of 1 rows written, 2 runs in all" in capsys.readouterr().out
+    rows = samples.load(root / "baselines/h200/perf.json", "h200").rows
+    assert len(rows) == 2
+    assert len({(row.provenance.when, row.provenance.commit) for row in rows}) == 1
 
 
 OTHER_TEST = built.TEST.replace("m32768", "m16640")

@@ -10,8 +10,10 @@ made for a suspicion counts too: it is the same commit.
     fp8ci baseline calibrate --platform mi350x --runs 4        # on the machine, the day that one is there
     fp8ci baseline calibrate --from EVIDENCE --from EVIDENCE   # anywhere, from what such runs have left
 
-What is refused: runs of several commits, a dirty checkout, one run given twice, evidence with a red test other than
-what a baseline cures. Where one row went wrong the others are good: `--without GLOB` leaves that one out.
+What is refused: runs of several commits, a dirty checkout (before the first run), one run given twice, evidence with a
+red test other than what a baseline cures. Where one row went wrong the others are good: `--without GLOB` leaves that
+one out. A session that was cut off is refused whole. What it had timed is in its `launches/`: times alone, without the
+configuration and the work that make a row comparable, so that they are read and never recorded.
 
 Not here: files (samples.py), noise and limits (speed.py), writing (record.py).
 """
@@ -97,11 +99,14 @@ def run_all(
 
 
 def check(evidence: Path, selected: Selected = EVERY) -> None:
-    """ConfigError for evidence with anything red or unclear, among the rows that are taken, that is not cured by this.
+    """ConfigError for a dirty or unknown commit, and for anything red or unclear, among the rows that are taken, that
+    is not cured by this.
 
     A row that is too noisy to gate is cured by more launches, or recorded as what it is. A session that was cut off is
     refused whole, whichever row it was at: what it was cut off by may have slowed what it had timed before.
     """
+    run = gate.read_run(evidence)
+    check_checkout(f"the checkout of {evidence}", run.get("commit"), run.get("dirty"))
     death = deaths.of_suite(Journal.read(evidence / JOURNAL_FILE), SUITE, evidence)
     if death is not None:
         kept = f"; what it had timed is in {evidence}/launches/, to be read and never recorded"
@@ -129,15 +134,20 @@ def check(evidence: Path, selected: Selected = EVERY) -> None:
         )
 
 
+def check_checkout(what: str, commit: object, dirty: object) -> None:
+    """ConfigError for a commit that nobody knows, or a checkout that differs from it. `what` begins the sentence."""
+    if not commit:
+        raise ConfigError(f"{what} does not say its commit", "a row that can be traced", "calibrate in a git checkout")
+    if dirty:
+        raise ConfigError(
+            f"{what} has local changes", "a commit that can be checked out again", "commit, or remove them; run again"
+        )
+
+
 def rows_of(evidence: Path, selected: Selected = EVERY) -> list[PerfRun]:
     """The rows of one evidence folder. ConfigError for a dirty checkout."""
     run = gate.read_run(evidence)
-    if run.get("dirty"):
-        raise ConfigError(
-            f"{evidence} was made from a checkout with local changes",
-            "a commit that can be checked out again",
-            "commit, and run again",
-        )
+    check_checkout(f"the checkout of {evidence}", run.get("commit"), run.get("dirty"))
     where = record.provenance(run)
     found: list[PerfRun] = []
     for one in record.measured(Journal.read(evidence / JOURNAL_FILE).tests.values(), "samples_file"):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import secrets
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from harness import against, calibrate, cli, gate, history, platforms, samples
+from harness import against, calibrate, cli, gate, history, platforms, run, samples
 from harness.errors import ConfigError, MissingError, UsageError, Verdict
 from harness.manifest import write as write_manifest
 from harness.samples import Samples
@@ -46,6 +49,7 @@ def evidence(
     made.run |= {"started": f"2026-02-{number:02}T04:05:06+00:00"}
     made.run["capabilities"] |= {"platform": "h200", "vendor": "nvidia", "device_name": built.DEVICE, "gpus": 1}
     made.run |= told
+    made.session_ids["perf"] = made.run["run_id"]
     made.test(test, samples_file="samples/row.json", format="e4m3fn", op=now.op)
     if running:
         made.test(running, "running")
@@ -308,6 +312,102 @@ def test_a_cpu_is_not_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Speed is not measured on a CPU: exit 2, nothing runs."""
     assert cli.main(["baseline", "calibrate", "--platform", "cpu", "--root", str(checkout(tmp_path))]) == 2
     assert "a platform with a GPU" in capsys.readouterr().err
+
+
+@dataclass
+class Runs:
+    """In place of running the suite: each run leaves good evidence, with what git then says of the checkout."""
+
+    scratch: Path
+    folders: list[Path] = field(default_factory=list)
+    draw: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __call__(self, request: run.RunRequest) -> Path:
+        out = request.out
+        assert out is not None
+        self.folders.append(out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "journal.jsonl").touch()  # as a run's folder is when git is asked
+        commit, dirty = run.checkout_state(request.root, (out, *request.beside))
+        told: dict[str, Any] = {"commit": str(commit), "dirty": bool(dirty), "run_id": secrets.token_hex(4)}
+        told["manifest"] = ["numerics/test_a::test_a[x]"]
+        made = evidence(self.scratch / str(len(self.folders)), built.run(self.draw), len(self.folders), **told)
+        shutil.rmtree(out)
+        return made.rename(out)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    found = Runs(tmp_path / "scratch")
+    monkeypatch.setattr(run, "execute", found)
+    return found
+
+
+@pytest.fixture
+def committed(tmp_path: Path) -> Path:
+    """A checkout in git."""
+    root = checkout(tmp_path)
+    (root / "suites" / "a.py").write_text("a = 1\n")
+    (root / ".gitignore").write_text("/evidence/\n")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
+        git(root, *words)
+    return root
+
+
+def test_a_checkout_is_looked_at_before_the_first_run(
+    committed: Path, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local changes, and a commit that nobody knows, cost no run."""
+    monkeypatch.delenv("GITHUB_SHA", raising=False)
+    command = ["baseline", "calibrate", "--platform", "h200", "--root", str(committed)]
+    (committed / "suites" / "b.py").touch()
+    assert cli.main(command) == 2
+    assert "has local changes" in capsys.readouterr().err
+    (committed / "suites" / "b.py").unlink()
+    shutil.rmtree(committed / ".git")
+    assert cli.main(command) == 2
+    assert "does not say its commit" in capsys.readouterr().err
+    assert runs.folders == []
+    monkeypatch.setenv("GITHUB_SHA", COMMIT)
+    assert cli.main([*command, "--runs", "1"]) == 0
+
+
+def test_a_checkout_that_becomes_dirty_ends_it(tmp_path: Path) -> None:
+    """After the run before which it was changed, not after all of them."""
+    folder = evidence(tmp_path, built.run(random.Random(1)), dirty=True)
+    made: list[str] = []
+
+    def execute(name: str) -> Path:
+        made.append(name)
+        return folder
+
+    with pytest.raises(ConfigError, match="run-1 has local changes"):
+        calibrate.run_all(4, execute, lambda _: None)
+    assert made == ["run-1"]
+
+
+@pytest.mark.parametrize("out", ["", "proof/here"], ids=["default", "in-the-checkout"])
+def test_the_runs_of_a_calibration(
+    out: str, committed: Path, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None makes the next one's checkout dirty; `gate` and `history` take what `evidence/*` then is."""
+    monkeypatch.chdir(committed)
+    command = ["baseline", "calibrate", "--platform", "h200", "--runs", "2", "--root", str(committed)]
+    assert cli.main([*command, *(["--out", out] if out else [])]) == 0
+    assert "2 runs of 1 rows written" in capsys.readouterr().out
+    names = [(committed / folder).relative_to(committed).as_posix() for folder in runs.folders]
+    expected = f"{out}/run-" if out else r"evidence/calibrate-h200-\d{8}T\d{6}Z-[0-9a-f]{8}-run-"
+    assert len(names) == 2
+    assert all(re.fullmatch(f"{expected}{number}", name) for number, name in enumerate(names, 1)), names
+    folders = sorted(str(path) for path in committed.glob(f"{out or 'evidence'}/*"))
+    assert [Path(folder).name for folder in folders] == [Path(name).name for name in names]
+    assert cli.main(["gate", *folders]) == 0
+    assert cli.main(["history", *folders]) == 0
+    if out:  # given again, say after an interrupt: what lies there is no change either
+        shutil.rmtree(committed / "baselines")
+        (committed / "baselines").mkdir()
+        assert cli.main([*command, "--out", out]) == 0
+        assert len(runs.folders) == 4
 
 
 def test_lint_finds_values_of_another_platform(tmp_path: Path) -> None:

@@ -195,7 +195,8 @@ def changes(
     for test in tests:
         before = [row for row in old if row.test == test]
         after = _comparable([row for row in merged.values() if row.test == test], fresh, test)
-        dropped = [row for row in before if row.key not in {one.key for one in after}]
+        kept = {one.key for one in after}
+        dropped = [row for row in before if row.key not in kept]
         for row in dropped:
             merged.pop(row.key, None)
         if dropped:

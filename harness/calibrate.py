@@ -10,8 +10,10 @@ made for a suspicion counts too: it is the same commit.
     fp8ci baseline calibrate --platform mi350x --runs 4        # on the machine, the day that one is there
     fp8ci baseline calibrate --from EVIDENCE --from EVIDENCE   # anywhere, from what such runs have left
 
-What is refused: runs of several commits, a dirty checkout, one run given twice, evidence with a red test other than
-what a baseline cures. Where one row went wrong the others are good: `--without GLOB` leaves that one out.
+What is refused: runs of several commits, a dirty checkout (before the first run), one run given twice, evidence with a
+red test other than what a baseline cures. Where one row went wrong the others are good: `--without GLOB` leaves that
+one out. A session that was cut off is refused whole. What it had timed is in its `launches/`: times alone, without the
+configuration and the work that make a row comparable, so that they are read and never recorded.
 
 Not here: files (samples.py), noise and limits (speed.py), writing (record.py).
 """
@@ -26,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import gate, manifest, record, samples, speed
+from harness import deaths, gate, manifest, record, samples, speed
 from harness.errors import ConfigError, MissingError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal_reader import Journal
@@ -67,14 +69,14 @@ class Calibrated:
 class Selected:
     """Which rows of evidence are taken: those of `case`, less those of `without`; both as `--case` takes them.
 
-    What the evidence says of a whole process is of every row.
+    What the evidence says of a suite, a process or a module as a whole is of every row.
     """
 
     case: str | None = None
     without: str | None = None
 
     def __call__(self, test_id: str) -> bool:
-        if "::" not in test_id:
+        if not manifest.is_test(test_id):
             return True
         left_out = self.without is not None and manifest.case_matches(test_id, self.without)
         return manifest.case_matches(test_id, self.case) and not left_out
@@ -97,10 +99,22 @@ def run_all(
 
 
 def check(evidence: Path, selected: Selected = EVERY) -> None:
-    """ConfigError for evidence with anything red or unclear, among the rows that are taken, that is not cured by this.
+    """ConfigError for a dirty or unknown commit, and for anything red or unclear, among the rows that are taken, that
+    is not cured by this.
 
-    A row that is too noisy to gate is cured by more launches, or recorded as what it is.
+    A row that is too noisy to gate is cured by more launches, or recorded as what it is. A session that was cut off is
+    refused whole, whichever row it was at: what it was cut off by may have slowed what it had timed before.
     """
+    run = gate.read_run(evidence)
+    check_checkout(f"the checkout of {evidence}", run.get("commit"), run.get("dirty"))
+    death = deaths.of_suite(Journal.read(evidence / JOURNAL_FILE), SUITE, evidence)
+    if death is not None:
+        kept = f"; what it had timed is in {evidence}/launches/, to be read and never recorded"
+        raise ConfigError(
+            f"{evidence} is of a session that was cut off: {death.message}",
+            "one that came to its end",
+            f"run again, fewer rows at a time with --case{kept if (evidence / 'launches').is_dir() else ''}",
+        )
     curable = record.CURABLE | {Verdict.UNMEASURABLE}
     bad = [
         result
@@ -109,24 +123,31 @@ def check(evidence: Path, selected: Selected = EVERY) -> None:
         and result.verdict not in curable
         and not (result.verdict is Verdict.INCONCLUSIVE and (result.baseline or {}).get("limit", 0) > speed.TOO_NOISY)
     ]
+    bad.sort(key=lambda result: manifest.is_test(result.id))  # what no choice of rows leaves out comes first
     if bad:
+        other = f"; or leave the row out, --without {bad[0].id!r}" if manifest.is_test(bad[0].id) else ""
         raise ConfigError(
-            f"{evidence} has {len(bad)} rows that are no ground for a baseline, first {bad[0].id}: {bad[0].verdict} "
-            f"{bad[0].message}",
+            f"{evidence} has {len(bad)} findings that are no ground for a baseline, first {bad[0].id}: "
+            f"{bad[0].verdict} {bad[0].message}",
             "a run on a machine that held still, in which every row was measured",
-            f"read {evidence}/summary.md, and run again; or leave the row out, --without {bad[0].id!r}",
+            f"read {evidence}/summary.md, and run again{other}",
+        )
+
+
+def check_checkout(what: str, commit: object, dirty: object) -> None:
+    """ConfigError for a commit that nobody knows, or a checkout that differs from it. `what` begins the sentence."""
+    if not commit:
+        raise ConfigError(f"{what} does not say its commit", "a row that can be traced", "calibrate in a git checkout")
+    if dirty:
+        raise ConfigError(
+            f"{what} has local changes", "a commit that can be checked out again", "commit, or remove them; run again"
         )
 
 
 def rows_of(evidence: Path, selected: Selected = EVERY) -> list[PerfRun]:
     """The rows of one evidence folder. ConfigError for a dirty checkout."""
     run = gate.read_run(evidence)
-    if run.get("dirty"):
-        raise ConfigError(
-            f"{evidence} was made from a checkout with local changes",
-            "a commit that can be checked out again",
-            "commit, and run again",
-        )
+    check_checkout(f"the checkout of {evidence}", run.get("commit"), run.get("dirty"))
     where = record.provenance(run)
     found: list[PerfRun] = []
     for one in record.measured(Journal.read(evidence / JOURNAL_FILE).tests.values(), "samples_file"):
@@ -160,9 +181,9 @@ def changes(
     twice = [key for key, count in Counter(row.key for row in fresh).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"{twice[0][0]} was measured twice by runs that started at {twice[0][1]}",
-            "each run once, or runs of other rows where several start together",
-            "give each folder once, and leave the row out of one run",
+            f"{twice[0][0]} was measured twice by the run that started at {twice[0][1]}",
+            "each run once, and no copy of it",
+            "give each folder once",
         )
     path = root / "baselines" / platform.id / samples.PERF_FILE
     old = samples.load(path, platform.id).rows if path.exists() else []
@@ -174,7 +195,8 @@ def changes(
     for test in tests:
         before = [row for row in old if row.test == test]
         after = _comparable([row for row in merged.values() if row.test == test], fresh, test)
-        dropped = [row for row in before if row.key not in {one.key for one in after}]
+        kept = {one.key for one in after}
+        dropped = [row for row in before if row.key not in kept]
         for row in dropped:
             merged.pop(row.key, None)
         if dropped:

@@ -249,7 +249,12 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
             help="take existing evidence",
         )
         parser.add_argument("--loosen", metavar="REASON", help="allow what makes the gate more tolerant; for LOG.md")
-        parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence of the recording")
+        parser.add_argument(
+            "--out",
+            type=Path,
+            metavar="DIR",
+            help="folder for the evidence of all runs (default: evidence/record-PLATFORM-TIME-ID-run-0)",
+        )
         parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
         parser.set_defaults(call=_record)
     calibrate = commands.add_parser(
@@ -264,7 +269,12 @@ def _baseline(parser: argparse.ArgumentParser) -> None:
         "--from", dest="sources", type=Path, action="append", default=[], metavar="DIR", help="take existing evidence"
     )
     calibrate.add_argument("--loosen", metavar="REASON", help="allow wider limits; for LOG.md")
-    calibrate.add_argument("--out", type=Path, metavar="DIR", help="folder for the evidence")
+    calibrate.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the evidence of all runs (default: evidence/calibrate-PLATFORM-TIME-ID-run-N)",
+    )
     calibrate.add_argument("--quiet", action="store_true", help="no progress on stderr")
     calibrate.set_defaults(call=_calibrate)
     lint = commands.add_parser("lint", help="check the baselines of a checkout against each other")
@@ -661,16 +671,38 @@ def _one_platform(runs: Sequence[Mapping[str, Any]]) -> Platform:
     return platform
 
 
-def _executed(
-    options: argparse.Namespace, root: Path, platform: Platform, reason: str, verb: str
-) -> Callable[[tuple[str, ...], Mapping[str, str], tuple[str, ...], str], Path]:
-    """A function that runs suites for a recording, with an environment and pytest's arguments, into a named folder."""
-    import datetime
+def _folders(options: argparse.Namespace, root: Path, platform: Platform, verb: str) -> Callable[[str], Path]:
+    """Name of a run -> its evidence folder: in --out, else beside other runs, where `fp8ci gate evidence/*` takes it.
 
-    from harness import run as running
+    What no gate takes as a run as configured (nudged runs, variants) lies inside run 0's folder then.
+    """
+    import datetime
+    import secrets
 
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    base = options.out or root / "evidence" / f"{verb}-{platform.id}-{stamp}"
+    default = root / "evidence" / f"{verb}-{platform.id}-{stamp}-{secrets.token_hex(4)}"
+    out: Path | None = options.out
+
+    def folder(name: str) -> Path:
+        if out is not None:
+            return (out / name).absolute()
+        return Path(f"{default}-{name}") if name.startswith("run-") else Path(f"{default}-run-0") / name
+
+    return folder
+
+
+def _executed(
+    options: argparse.Namespace,
+    root: Path,
+    platform: Platform,
+    reason: str,
+    folder: Callable[[str], Path],
+    planned: Sequence[Path] = (),
+) -> Callable[[tuple[str, ...], Mapping[str, str], tuple[str, ...], str], Path]:
+    """A function that runs suites for a recording, with an environment and pytest's arguments, into a named folder."""
+    from harness import run as running
+
+    beside = list(planned)
 
     def execute(chosen: tuple[str, ...], environment: Mapping[str, str], args: tuple[str, ...], name: str) -> Path:
         evidence = running.execute(
@@ -680,7 +712,8 @@ def _executed(
                 platform_reason=reason,
                 suites=chosen,
                 case=options.case,
-                out=base / name,
+                out=folder(name),
+                beside=tuple(beside),
                 pytest_args=args,
                 policy="pull-request",
                 env_overrides=dict(environment),
@@ -688,6 +721,7 @@ def _executed(
             )
         )
         _report(evidence)
+        beside.append(evidence)
         return evidence
 
     return execute
@@ -718,7 +752,8 @@ def _record(options: argparse.Namespace) -> int:
     else:
         platform, reason = _resolve(options.platform)
         suites = select_suites(platform, _suites(options.suite))
-        sources = record.run_all(platform, suites, nudged, _executed(options, root, platform, reason, "record"), _say)
+        execute = _executed(options, root, platform, reason, _folders(options, root, platform, "record"))
+        sources = record.run_all(platform, suites, nudged, execute, _say)
         complete = options.case is None
     recorded = record.changes(root, platform, sources, suites, complete, options.manifest)
     proposal.add_up(root, recorded)
@@ -733,6 +768,7 @@ def _record(options: argparse.Namespace) -> int:
 
 def _calibrate(options: argparse.Namespace) -> int:
     from harness import calibrate, gate, proposal, record
+    from harness import run as running
 
     root = _root(options.root)
     runs = _runs_asked(options, calibrate.DEFAULT_RUNS, "1 or more", "noise needs five launches, two runs")
@@ -746,7 +782,10 @@ def _calibrate(options: argparse.Namespace) -> int:
         platform, reason = _resolve(options.platform)
         if platform.vendor == "cpu":
             raise UsageError("speed is not measured on a CPU", "a platform with a GPU", "calibrate on such a machine")
-        execute = _executed(options, root, platform, reason, "calibrate")
+        folder = _folders(options, root, platform, "calibrate")
+        planned = [folder(f"run-{number}") for number in range(1, runs + 1)]
+        calibrate.check_checkout(str(root), *running.checkout_state(root, planned))
+        execute = _executed(options, root, platform, reason, folder, planned)
         evidence = calibrate.run_all(runs, lambda name: execute((calibrate.SUITE,), {}, (), name), _say, selected)
     change, known = calibrate.changes(root, platform, evidence, selected)
     proposal.add_up(root, [change])

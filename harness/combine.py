@@ -6,6 +6,8 @@ worst of all. What a file says is taken as it stands where its elements say one 
 
     rejected by the reader (empty, cut, HTML, entities)            UNREADABLE   the file
     counts that no element bears out                               DISAGREE     the file
+    a result in an element that is not JUnit's; a suite that       DISAGREE     the file
+    says `aborted`, `timedout` .. of itself, or failed for nothing
     no case at all, or all of them skipped                         MISSING      the file
     a case without a name, unless it failed                        UNREADABLE   the case
     failure or error, whatever else the case holds                 FAIL         the case
@@ -171,7 +173,7 @@ def findings(report: Report, label: str) -> tuple[list[Found], tuple[str, ...]]:
     elif all(result.verdict in (Verdict.SKIP, Verdict.UNMEASURABLE) for result, _, _ in found):
         what = f"nothing ran: all {len(found)} were skipped, the first because: {found[0][0].message}"
         found.append(whole("skipped", Verdict.MISSING, what))
-    found += [whole(f"counts-{n}", Verdict.DISAGREE, lie) for n, lie in enumerate(report.lies, start=1)]
+    found += [whole(f"agreement-{n}", Verdict.DISAGREE, lie) for n, lie in enumerate(report.lies, start=1)]
     return found, tuple(f"repaired: {repair}" for repair in repairs)
 
 

@@ -2,7 +2,8 @@
 
 The same file is red in one viewer and green in the next, so nothing here is passed over. What can be understood in one
 way only is repaired, and said (`repairs`): a namespace, a control character, a time with a comma, nested suites. What
-contradicts itself is a finding (`lies`): counts in attributes that no element bears out. What cannot be understood is
+contradicts itself is a finding (`lies`): counts in attributes that no element bears out, a result in an element that
+nobody knows, a suite that says it did not end. What cannot be understood is
 rejected (`rejected`): an empty or cut file, HTML, entities; the cases that were whole before the cut are kept.
 
 The pass over the text comes first, since no parser takes what it repairs: encodings, characters that XML cannot hold,
@@ -40,11 +41,18 @@ READ_LIMIT = TEXT_LIMIT + 1024
 RED = ("failure", "error")
 #: Surefire's elements for attempts that were repeated.
 REPEATED = ("flakyFailure", "flakyError", "rerunFailure", "rerunError")
-#: What a status attribute says where a dialect has no element for it.
-BAD_STATUS = frozenset(
-    {"failed", "failure", "error", "errored", "broken", "fail", "false", "not ok", "ko"}
-    | {"timeout", "timedout", "timed out", "aborted", "abort", "crashed", "crash", "killed", "cancelled", "canceled"}
+#: That a suite or a case did not come to its end: the value of a status attribute, or an attribute of its own.
+UNFINISHED = frozenset(
+    {"aborted", "cancelled", "canceled", "crashed", "incomplete", "interrupted", "killed", "timedout"}
 )
+#: What an attribute of RESULTS says where a dialect has no element for it.
+BAD_STATUS = UNFINISHED | {
+    *("failed", "failure", "error", "errored", "broken", "fail", "false", "not ok", "ko"),
+    *("timeout", "timed out", "abort", "crash"),
+}
+RESULTS = ("status", "result", "outcome", "success")
+#: What an attribute of UNFINISHED says where it is not so; anything else is taken for a yes.
+NO = frozenset({"", "0", "false", "no", "n", "f", "off", "none", "null"})
 IDLE_STATUS = frozenset({"skipped", "notrun", "disabled", "ignored", "pending", "suppressed"})
 OWN_NAMES = (
     *("testsuites", "testsuite", "testcase", "properties", "property", "skipped", "system-out", "system-err"),
@@ -56,6 +64,8 @@ OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("failed", "fail", "failures", "aborted", "timeout", "crashed", "crash"), "failure"),
     **dict.fromkeys(("errored", "errors", "exception"), "error"),
 }
+#: Elements whose content is text of a test: markup in it is nobody's result.
+TEXTS = frozenset({"properties", "skipped", "system-out", "system-err", *RED, *REPEATED})
 
 _DECLARED = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([A-Za-z0-9._-]+)["']""")
 _UNHOLDABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -250,8 +260,11 @@ class _Builder:
         self.root_attributes: Mapping[str, str] = {}
         self.repairs: Counter[str] = Counter()
         self.inside: dict[int, list[Suite]] = {}
+        self.strangers: dict[str, list[str]] = {}
+        """Element that is nobody's -> the results that it carries, as written."""
         self._label = report.path.name
         self._tags: list[str] = []
+        self._texts = 0
         self._open: list[Suite] = []
         self._loose: Suite | None = None
         self._case: Case | None = None
@@ -290,6 +303,11 @@ class _Builder:
                 self._properties()[self._property] = attributes.get("value", "")
         elif name in (*RED, "skipped", *REPEATED):
             self._elements.append(Element(name, attributes.get("type", ""), attributes.get("message", "")))
+        elif name not in OWN_NAMES and not self._texts:
+            told = [f"{key.lower()}={value[:40]!r}" for key, value in attributes.items() if key.lower() in RESULTS]
+            if told:
+                self.strangers.setdefault(name, []).append(told[0])
+        self._texts += name in TEXTS
 
     def data(self, text: str) -> None:
         """Text; what is beyond the limit goes, and is said when its element ends."""
@@ -300,6 +318,7 @@ class _Builder:
     def end(self, tag: str) -> None:
         """An element closes."""
         name = self._tags.pop()
+        self._texts -= name in TEXTS
         text = "".join(self._text)
         if self._length > READ_LIMIT:
             self.repairs["long output is cut"] += 1
@@ -367,9 +386,10 @@ class _Builder:
         elif note:
             self.repairs[f"time {written[:40]!r} {note}"] += 1
         name = attributes.get("name", "").strip()
-        said = [attributes.get(key, "").strip().lower() for key in ("status", "result", "success")]
+        said = [attributes.get(key, "").strip().lower() for key in RESULTS]
         if said.pop() == "false":
             said.insert(0, "failed")
+        said += [name for name, _ in _unfinished(attributes)]
         # googletest says status="run" of whatever ran: the worse of the two counts.
         telling = [word for words in (BAD_STATUS, IDLE_STATUS) for word in said if word in words]
         status = next((word for word in (*telling, *said) if word), "")
@@ -392,6 +412,14 @@ class _Builder:
             self._case.elements.append(element)
         elif element.kind in RED:
             self._suite().errors.append(element)
+
+
+def _unfinished(attributes: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(name of UNFINISHED, attribute as written) of what says that its suite or case did not come to its end."""
+    for key, value in attributes.items():
+        name = key.replace("-", "").replace("_", "").lower()
+        if name in UNFINISHED and value.strip().lower() not in NO:
+            yield name, f"{key}={value[:20]!r}"
 
 
 def _name(tag: str) -> str:
@@ -440,12 +468,22 @@ def _counts(builder: _Builder, report: Report) -> None:
     """Counts that the attributes claim against what there is. More cases or reds than elements is a lie.
 
     An outer suite may count its own cases or all below it. Fewer than there are is said and no more: the elements
-    stand, and are judged.
+    stand, and are judged. A suite that says it did not end, or failed without a failure in it, contradicts the cases
+    that passed; so does a result in an element that is not counted.
     """
+    for name, carried in builder.strangers.items():
+        times = f" ({len(carried)} times)" if len(carried) > 1 else ""
+        report.lies.append(f"<{name[:40]}> is no element of JUnit, and carries {carried[0]}{times}")
     scopes = [(suite.name, suite.attributes, [suite], builder.inside[id(suite)]) for suite in builder.suites]
     if builder.root == "testsuites":
         scopes.append(("testsuites", dict(builder.root_attributes), builder.suites, builder.suites))
     for name, attributes, alone, inside in scopes:
+        for _, told in _unfinished(attributes):
+            report.lies.append(f"{name} says {told}, and what is in it may not be all")
+        results = [(key, value) for key, value in attributes.items() if key.lower() in RESULTS]
+        bad = [f"{key}={value[:20]!r}" for key, value in results if value.strip().lower() in BAD_STATUS]
+        if bad and not any(_failed(suite) for suite in inside):
+            report.lies.append(f"{name} says {bad[0]} and holds nothing that failed")
         for attribute, kinds in COUNTED.items():
             if attribute not in attributes:
                 continue
@@ -462,6 +500,11 @@ def _counts(builder: _Builder, report: Report) -> None:
                 report.lies.append(told)
             else:
                 report.repairs.append(told)
+
+
+def _failed(suite: Suite) -> bool:
+    """Whether anything in it is red."""
+    return bool(suite.errors) or any(case.has(*RED) or case.status in BAD_STATUS for case in suite.cases)
 
 
 def _count(suites: list[Suite], kinds: tuple[str, ...]) -> int:

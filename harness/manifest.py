@@ -50,6 +50,11 @@ def parse(test_id: str) -> TestId:
     return TestId(match["suite"], match["module"], match["test"], match["case"] or match["test"].removeprefix("test_"))
 
 
+def is_test(test_id: str) -> bool:
+    """Whether an id is a test's, and not that of a finding about a suite, a process or a module as a whole."""
+    return test_id.partition("[")[0].rpartition("::")[2].startswith("test")
+
+
 def from_node_id(node_id: str, suite: str) -> str:
     """pytest's node id -> test id. Folders above `suites/<suite>/` and the `.py` go, classes stay as they are."""
     path, separator, rest = node_id.partition("::")

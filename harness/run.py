@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -68,6 +68,7 @@ class RunRequest:
     `deadline` replaces the suites' own, in seconds. `cores` replaces the count of usable ones.
     `machine_failed` says of an evidence folder and a suite whether the machine ended its last attempt: then, and only
     then, the suite runs again, up to `retries` times; every attempt stays in the journal.
+    `beside` are evidence folders of the same command: what lies in them makes the checkout no more dirty than `out`.
     For an executor that is not this machine: `place`, how to `ask` the device there, and what run.json says of it
     (`told`).
     """
@@ -80,6 +81,7 @@ class RunRequest:
     speed: SpeedTable = "long"
     full: bool = False
     out: Path | None = None
+    beside: tuple[Path, ...] = ()
     pytest_args: tuple[str, ...] = ()
     policy: str = "pull-request"
     env_overrides: Mapping[str, str] = field(default_factory=dict)
@@ -107,19 +109,22 @@ def execute(request: RunRequest, executor: Executor | None = None) -> Path:
     stamp = started.strftime("%Y%m%dT%H%M%SZ")
     default = request.root / "evidence" / f"{request.platform.id}-{stamp}-{run_id}"
     out = (request.out or default).absolute()
-    fresh = not out.exists()
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     with _only_run_in(out), stop_signals() as stopped:
         prepare_folder(out)
         _keep_room(out)
         try:
             machine = _probe(request, stopped)
         except HarnessError:
-            if fresh:  # a run that never was: `fp8ci gate evidence/*` must not find it
+            if made:  # a run that never was: `fp8ci gate evidence/*` must not find it, nor what was made to hold it
                 shutil.rmtree(out, ignore_errors=True)
+            for folder in made[1:]:
+                with suppress(OSError):
+                    folder.rmdir()
             raise
         (out / CAPABILITIES_FILE).write_text(machine.to_json() + "\n", encoding="utf-8")
         _copy_judged_with(request, out)
-        run = _describe(request, suites, machine, run_id, started)
+        run = _describe(request, suites, machine, out, run_id, started)
         with triton_cache() as cache, tempfile.TemporaryDirectory(prefix="fp8ci-inductor-") as inductor:
             caches = {"TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": inductor}
             lanes = _lanes(request, suites, machine, out, run_id, caches)
@@ -268,11 +273,12 @@ def _describe(
     request: RunRequest,
     suites: tuple[str, ...],
     machine: capabilities.Capabilities,
+    out: Path,
     run_id: str,
     started: datetime.datetime,
 ) -> dict[str, Any]:
     """run.json, as far as it is known before the first test."""
-    commit, dirty = _git(request.root)
+    commit, dirty = checkout_state(request.root, (out, *request.beside))
     versions = dict(machine.versions)
     for name in ("fp8stack", "pytest", "pytest-xdist"):
         versions[name] = _version(name)
@@ -510,15 +516,19 @@ def stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _git(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it). Outside git the commit is GITHUB_SHA, or None, and so the second."""
+def checkout_state(root: Path, evidence: Sequence[Path] = ()) -> tuple[str | None, bool | None]:
+    """(commit, whether the tree differs from it). Outside git the commit is GITHUB_SHA, or None, and so the second.
+
+    What a run writes into its evidence folder is no difference while git does not know it. What else lies there is one.
+    """
 
     def ask(*arguments: str) -> str | None:
         try:
             answer = subprocess.run(
                 ["git", "--no-optional-locks", "-C", str(root), *arguments],
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="surrogateescape",
                 timeout=30.0,
                 check=False,
             )
@@ -529,8 +539,16 @@ def _git(root: Path) -> tuple[str | None, bool | None]:
     commit = ask("rev-parse", "HEAD")
     if not commit:  # a checkout copied without its .git
         return os.environ.get("GITHUB_SHA") or None, None
-    changes = ask("status", "--porcelain")
-    return commit, None if changes is None else bool(changes)
+    top, changes = ask("rev-parse", "--show-toplevel"), ask("status", "--porcelain", "-z", "--untracked-files=all")
+    if top is None or changes is None:
+        return commit, None
+    own = [folder.resolve() / name for folder in evidence for name in (*_OWN_FILES, *_OWN_FOLDERS)]
+
+    def counts(entry: str) -> bool:
+        path = Path(top, entry.removeprefix("?? "))
+        return not entry.startswith("?? ") or not any(path.is_relative_to(mine) for mine in own)
+
+    return commit, any(counts(entry) for entry in changes.split("\0") if entry)
 
 
 def _version(distribution: str) -> str:

@@ -16,6 +16,7 @@ Not here: statistics and verdicts (speed.py), timing (suites/perf).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -102,8 +103,11 @@ class PerfRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     provenance: Provenance
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return (self.test, self.provenance.when, self.provenance.commit)
+    def key(self) -> tuple[str, str, str, str]:
+        """What makes it this run: what it measured too, since two sessions may start in one second."""
+        launches = json.dumps(msgspec.to_builtins(self.samples.launches), sort_keys=True)
+        digest = hashlib.sha256(launches.encode()).hexdigest()
+        return (self.test, self.provenance.when, self.provenance.commit, digest)
 
 
 class PerfBaseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -146,7 +150,7 @@ def load(path: Path, platform: str | None = None) -> PerfBaseline:
     baseline = baselines.decode(path, PerfBaseline)
     if platform is not None and baseline.platform != platform:
         raise malformed(path, f"key 'platform' says {baseline.platform!r}, expected {platform!r}")
-    seen: set[tuple[str, str, str]] = set()
+    seen: set[tuple[str, ...]] = set()
     for index, row in enumerate(baseline.rows):
         where = f"$.rows[{index}] ({row.samples.case})"
         if row.key in seen:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 
 from harness import cli, platforms
 from harness import record as recording
+from harness import run as running
 from harness.errors import VERDICTS, UsageError, Verdict
 from suites.unit import tiny_checkout
 from suites.unit.built_evidence import good
@@ -348,6 +351,43 @@ def test_record_a_manifest(checkout: Path, capsys: pytest.CaptureFixture[str]) -
     log = (checkout / "baselines/LOG.md").read_text()
     assert "Reason: b is gone for good" in log
     assert f"- cpu/manifest.txt: {IDS[1]}: no longer must run" in log
+
+
+def test_what_a_recording_leaves_can_be_judged(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`fp8ci gate evidence/*` after `record`: no folder in it that is no evidence."""
+    git(checkout)
+    assert record(checkout, "--suite", "numerics", "--manifest") == 0
+    (folder,) = (checkout / "evidence").iterdir()
+    assert re.fullmatch(r"record-cpu-\d{8}T\d{6}Z-[0-9a-f]{8}-run-0", folder.name)
+    assert cli.main(["gate", str(folder), str(folder)]) == 0
+    capsys.readouterr()
+
+
+def test_runs_that_are_not_judged_as_configured(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nudged runs and variants, which every gate calls stale, lie inside run 0's folder, or where --out says."""
+    made: list[tuple[Path, tuple[Path, ...]]] = []
+
+    def execute(request: running.RunRequest) -> Path:
+        assert request.out is not None
+        made.append((request.out, request.beside))
+        return request.out
+
+    monkeypatch.setattr(running, "execute", execute)
+    monkeypatch.setattr(cli, "_report", lambda evidence: None)
+    cpu = platforms.get("cpu")
+    for out in (None, checkout / "r"):
+        made.clear()
+        options = argparse.Namespace(out=out, case=None, quiet=True)
+        execute_one = cli._executed(options, checkout, cpu, "named", cli._folders(options, checkout, cpu, "record"))
+        for name in ("run-0", "nudge-1", "threads-1"):
+            execute_one(("loss",), {}, (), name)
+        first = made[0][0]
+        assert first.parent == (out or checkout / "evidence")
+        inside = out or first
+        assert [folder for folder, _ in made] == [first, inside / "nudge-1", inside / "threads-1"]
+        assert [beside for _, beside in made] == [(), (first,), (first, inside / "nudge-1")]
 
 
 def test_record_refuses_a_failed_run(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

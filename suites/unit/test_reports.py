@@ -56,6 +56,10 @@ FILES: dict[str, tuple[dict[str, int], int, str]] = {
     "more-tests-than-cases": ({"PASS": 1, "DISAGREE": 1}, 3, "s says tests=6 and holds 1"),
     "root-counts-lie": ({"PASS": 1, "DISAGREE": 1}, 3, "testsuites says failures=1 and holds 0"),
     "counts-no-number": ({"PASS": 1, "DISAGREE": 2}, 3, "s says tests='3.0', which is no number"),
+    "suite-aborted": ({"PASS": 1, "DISAGREE": 1}, 3, "s says aborted='true', and what is in it may not be all"),
+    "suite-not-aborted": (ONE_RED, 1, "1 of 9 differs"),
+    "suite-status-failed": ({"PASS": 1, "DISAGREE": 1}, 3, "s says status='failed' and holds nothing that failed"),
+    "suite-status-failed-truly": (ONE_RED, 1, "1 of 9 differs"),
     "fewer-failures-than-elements": (ONE_RED, 1, "repaired: s says failures=0 and holds 1"),
     # Structure.
     "nested": (ONE_RED, 1, "nested suites are laid side by side"),
@@ -67,6 +71,17 @@ FILES: dict[str, tuple[dict[str, int], int, str]] = {
     "failure-in-capitals": (ONE_RED, 1, "elements in capitals"),
     "all-in-capitals": (ONE_RED, 1, "elements in capitals are read as their small twins (4 times)"),
     "failed-in-other-words": (ONE_RED, 1, "<failed> in a case is read as <failure>"),
+    "result-in-an-unknown-element": (
+        {"PASS": 1, "DISAGREE": 1},
+        3,
+        "<test-case> is no element of JUnit, and carries result='Failed'",
+    ),
+    "results-behind-an-unknown-element": (
+        {"PASS": 1, "DISAGREE": 1},
+        3,
+        "<step> is no element of JUnit, and carries outcome='Passed' (2 times)",
+    ),
+    "unknown-elements": (ONE_RED, 1, "1 of 9 differs"),
     "case-in-a-case": (ONE_RED, 1, "a testcase inside of a testcase"),
     # Names.
     "no-name": ({"PASS": 1, "UNREADABLE": 1}, 3, "a testcase without a name"),
@@ -112,6 +127,8 @@ FILES: dict[str, tuple[dict[str, int], int, str]] = {
     "status-failed": (ONE_RED, 1, "its status is 'failed'"),
     "status-run-result-failed": (ONE_RED, 1, "its status is 'failed'"),
     "status-timeout": (ONE_RED, 1, "its status is 'timeout'"),
+    "outcome-failed": (ONE_RED, 1, "its status is 'failed'"),
+    "case-timed-out": (ONE_RED, 1, "its status is 'timedout'"),
     "success-false": (ONE_RED, 1, "its status is 'failed'"),
     "property-text": (ONE_RED, 1, "1 of 9 differs"),
     # Our own report, tampered with.
@@ -159,6 +176,21 @@ def test_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert len([child for child in case if child.tag in ("failure", "error", "skipped")]) <= 1
     junit_merge.merge([once], twice)
     assert twice.read_text() == once.read_text()
+
+
+@pytest.mark.parametrize("where", ["<testsuites", "<testsuite "])
+@pytest.mark.parametrize("said", ['aborted="True"', 'timedOut="1"', 'timed-out="yes"', 'interrupted="TRUE"',
+                                  'incomplete="incomplete"', 'Cancelled="3"'])  # fmt: skip
+def test_a_suite_that_did_not_end_is_no_pass(said: str, where: str, tmp_path: Path) -> None:
+    """However it spells it, and wherever: the cases that are there passed, and nobody knows of the others."""
+    text = '<testsuites><testsuite name="s"><testcase classname="t" name="a"/></testsuite></testsuites>'
+    path = tmp_path / "report.xml"
+    path.write_text(text)
+    assert combine.judge([path])[0].exit_code == 0
+    path.write_text(text.replace(where, f"{where} {said} ", 1))
+    judgement, _ = combine.judge([path])
+    assert (judgement.counts, judgement.exit_code) == ({"DISAGREE": 1, "PASS": 1}, 3), said
+    assert {result.id for result in judgement.red} == {"report.xml/report::agreement-1"}
 
 
 def test_the_rest_still_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -378,3 +378,65 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 
     with pytest.raises(DiskError, match="No space left"):
         run.execute(request(checkout(tmp_path)), Full())
+
+
+def commit(root: Path) -> None:
+    """The checkout as one commit, whose git ignores what Python leaves beside sources."""
+    (root / ".gitignore").write_text("__pycache__/\n.pytest_cache/\n", encoding="ascii")
+    names = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", "-A"], [*names, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+
+
+def test_a_run_does_not_make_its_checkout_dirty(tmp_path: Path) -> None:
+    """Its folder lies in the checkout and git does not ignore it; what else is there does make it dirty."""
+    root = checkout(tmp_path)
+    commit(root)
+    for number in (1, 2):  # the second time the folder is there already
+        described, _ = read(run.execute(request(root, out=root / "proofs" / "one")))
+        assert described["dirty"] is False, number
+    described, _ = read(run.execute(request(root, out=root / "two", beside=(root / "proofs" / "one",))))
+    assert described["dirty"] is False
+    described, _ = read(run.execute(request(root, out=root / "three")))
+    assert described["dirty"] is True
+
+
+OTHER = {
+    "untracked": ("suites/numerics/test_b.py", True),
+    "untracked-in-an-evidence-folder": ("out/test_b.py", True),
+    "beside-an-evidence-folder": ("outer/run.json", True),
+    "not-ascii": ("suites/\u00e9\udcff.py", True),
+    "changed": ("suites/numerics/test_a.py", True),
+    "committed-evidence": ("out/losses/a.json", True),
+    "its-own-file": ("out/junit.xml", False),
+    "its-own-folder": ("out/samples/time-a.json", False),
+}
+
+
+@pytest.mark.parametrize(("name", "dirty"), OTHER.values(), ids=[f"run-{name}" for name in OTHER])
+def test_a_dirty_checkout_stays_dirty(name: str, dirty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what git does not know, and only the names that a run writes, are left out of the run's folder."""
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "status.showUntrackedFiles")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "no")
+    root = checkout(tmp_path / "real")
+    (tmp_path / "link").symlink_to(root)
+    (root / "out/losses").mkdir(parents=True)
+    (root / "out/losses/a.json").write_text("{}", encoding="ascii")
+    commit(root)
+    sha, clean = run.checkout_state(root, (tmp_path / "link/out",))
+    assert (len(str(sha)), clean) == (40, False)
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text("changed = 1\n", encoding="ascii")
+    assert run.checkout_state(root, (tmp_path / "link/out",)) == (sha, dirty)
+
+
+def test_a_run_that_never_was_leaves_no_folder(tmp_path: Path) -> None:
+    """Nor the folders that were made to hold it; one that was there before stays, empty or not."""
+    root = checkout(tmp_path)
+    (root / "here").mkdir()
+    for out in (root / "evidence" / "all" / "run-1", root / "here" / "run-1"):
+        with pytest.raises(UsageError, match="platform mi300x is asked for"):
+            run.execute(request(root, platform=platforms.PLATFORMS["mi300x"], out=out))
+    assert not (root / "evidence").exists()
+    assert list((root / "here").iterdir()) == []

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import secrets
+import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from harness import against, calibrate, cli, gate, history, platforms, samples
+from harness import against, calibrate, cli, gate, history, platforms, run, samples
 from harness.errors import ConfigError, MissingError, UsageError, Verdict
 from harness.manifest import write as write_manifest
 from harness.samples import Samples
@@ -32,15 +36,26 @@ def evidence(
     dirty: bool = False,
     test: str = built.TEST,
     manifest: Sequence[str] = (),
+    running: str = "",
+    killed: bool = False,
     **told: Any,
 ) -> Path:
-    """Evidence of one row on an H200, judged with a manifest where there is one; `told`: more of run.json."""
+    """Evidence of one row on an H200, judged with a manifest where there is one; `told`: more of run.json.
+
+    `killed` by SIGKILL, while the test `running` ran or none.
+    """
     made = Built(folder / f"run-{number}", ("perf",))
     made.run |= {"platform": "h200", "arch": "sm_90", "commit": commit, "dirty": dirty}
     made.run |= {"started": f"2026-02-{number:02}T04:05:06+00:00"}
     made.run["capabilities"] |= {"platform": "h200", "vendor": "nvidia", "device_name": built.DEVICE, "gpus": 1}
     made.run |= told
+    made.session_ids["perf"] = made.run["run_id"]
     made.test(test, samples_file="samples/row.json", format="e4m3fn", op=now.op)
+    if running:
+        made.test(running, "running")
+    if killed:
+        made.process("perf", rc=None, signal="SIGKILL")
+        made.file("launches/time.json", "{}")
     if manifest:
         write_manifest(made.baselines / "h200" / "manifest.txt", manifest)
     written = made.write()
@@ -185,8 +200,71 @@ def test_one_bad_row_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFi
         assert cli.main([*both, *how]) == 0
         assert "1 runs of 1 rows written, 1 runs in all" in capsys.readouterr().out
     assert cli.main([*base, "--from", str(good)]) == 2
-    assert f"{built.TEST} was measured twice by runs that started at 2026-02-01" in capsys.readouterr().err
-    assert calibrate.Selected("rowwise-*")("perf/<process>")
+    err = capsys.readouterr().err
+    assert f"{built.TEST} was measured twice by the run that started at 2026-02-01" in err
+    assert "give each folder once" in err
+    assert "leave" not in err
+
+
+@pytest.mark.parametrize("running", ["", TRAINER_TEST], ids=["between-tests", "in-a-row-left-out"])
+@pytest.mark.parametrize(
+    "selected",
+    [
+        calibrate.EVERY,
+        calibrate.Selected(case="rowwise*"),
+        calibrate.Selected(without="perf/suite::process,trainer*"),
+        calibrate.Selected(case="rowwise*", without="process"),
+    ],
+    ids=["every", "case", "without", "both"],
+)
+def test_a_killed_session_is_of_every_row(selected: calibrate.Selected, running: str, tmp_path: Path) -> None:
+    """No selection of rows drops it, nothing offers that, and the message says where what it had timed is."""
+    folder = evidence(tmp_path, built.run(random.Random(5)), running=running, killed=True)
+    with pytest.raises(ConfigError, match="killed from outside by SIGKILL") as refused:
+        calibrate.check(folder, selected)
+    assert "--without" not in str(refused.value)
+    assert f"what it had timed is in {folder}/launches/, to be read and never recorded" in str(refused.value)
+
+
+def test_what_no_choice_of_rows_leaves_out_is_said_first(tmp_path: Path) -> None:
+    """A row that was killed is worse than a module that cannot be collected, and the advice for it would not do."""
+    made = Built(tmp_path, ("perf",)).test(built.TEST, "failed", "wrong").process("perf", rc=1)
+    made.extra_events.append(
+        ("collect-error", {"suite": "perf", "path": "suites/perf/test_x.py", "message": "m", "detail": "d"})
+    )
+    made.extra_events.append(
+        ("worker-crash", {"suite": "perf", "worker": "gw0", "id": built.TEST, "message": "m", "signal": "SIGKILL"})
+    )
+    folder = made.write()
+    assert gate.judge(folder).worst_first[0].id == built.TEST
+    with pytest.raises(ConfigError, match="first perf/test_x::collection: FAIL") as refused:
+        calibrate.check(folder)
+    assert "--without" not in str(refused.value)
+
+
+def test_findings_about_more_than_a_test_are_always_selected() -> None:
+    """`--without` names tests: a suite, a process, a worker and a module that cannot be collected are none."""
+    for finding in ("perf/suite::process", "perf/suite::worker-gw0", "perf/test_speed::collection", "perf/<process>"):
+        assert calibrate.Selected(case="rowwise-*", without=finding)(finding)
+        assert calibrate.Selected(without=f"*,{finding.rpartition('::')[2]}")(finding)
+    assert not calibrate.Selected(without="*")(built.TEST)
+    assert not calibrate.Selected(without="x::y*")("perf/test_a::test_a[x::y]")
+
+
+def test_two_sessions_of_one_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two GPUs, one clock: both count. A copy of a run is that run; what was recorded before is not recorded anew."""
+    root, draw = checkout(tmp_path), random.Random(7)
+    one, other = (evidence(tmp_path / name, built.run(draw)) for name in "ab")
+    again = shutil.copytree(one, tmp_path / "again")
+    command = ["baseline", "calibrate", "--root", str(root), "--from", str(one)]
+    assert cli.main([*command, "--from", str(again)]) == 2
+    assert "was measured twice" in capsys.readouterr().err
+    for _ in range(2):
+        assert cli.main([*command, "--from", str(other)]) == 0
+        assert "2 runs of 1 rows written, 2 runs in all" in capsys.readouterr().out
+    rows = samples.load(root / "baselines/h200/perf.json", "h200").rows
+    assert len(rows) == 2
+    assert len({(row.provenance.when, row.provenance.commit) for row in rows}) == 1
 
 
 OTHER_TEST = built.TEST.replace("m32768", "m16640")
@@ -234,6 +312,102 @@ def test_a_cpu_is_not_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Speed is not measured on a CPU: exit 2, nothing runs."""
     assert cli.main(["baseline", "calibrate", "--platform", "cpu", "--root", str(checkout(tmp_path))]) == 2
     assert "a platform with a GPU" in capsys.readouterr().err
+
+
+@dataclass
+class Runs:
+    """In place of running the suite: each run leaves good evidence, with what git then says of the checkout."""
+
+    scratch: Path
+    folders: list[Path] = field(default_factory=list)
+    draw: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __call__(self, request: run.RunRequest) -> Path:
+        out = request.out
+        assert out is not None
+        self.folders.append(out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "journal.jsonl").touch()  # as a run's folder is when git is asked
+        commit, dirty = run.checkout_state(request.root, (out, *request.beside))
+        told: dict[str, Any] = {"commit": str(commit), "dirty": bool(dirty), "run_id": secrets.token_hex(4)}
+        told["manifest"] = ["numerics/test_a::test_a[x]"]
+        made = evidence(self.scratch / str(len(self.folders)), built.run(self.draw), len(self.folders), **told)
+        shutil.rmtree(out)
+        return made.rename(out)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    found = Runs(tmp_path / "scratch")
+    monkeypatch.setattr(run, "execute", found)
+    return found
+
+
+@pytest.fixture
+def committed(tmp_path: Path) -> Path:
+    """A checkout in git."""
+    root = checkout(tmp_path)
+    (root / "suites" / "a.py").write_text("a = 1\n")
+    (root / ".gitignore").write_text("/evidence/\n")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
+        git(root, *words)
+    return root
+
+
+def test_a_checkout_is_looked_at_before_the_first_run(
+    committed: Path, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local changes, and a commit that nobody knows, cost no run."""
+    monkeypatch.delenv("GITHUB_SHA", raising=False)
+    command = ["baseline", "calibrate", "--platform", "h200", "--root", str(committed)]
+    (committed / "suites" / "b.py").touch()
+    assert cli.main(command) == 2
+    assert "has local changes" in capsys.readouterr().err
+    (committed / "suites" / "b.py").unlink()
+    shutil.rmtree(committed / ".git")
+    assert cli.main(command) == 2
+    assert "does not say its commit" in capsys.readouterr().err
+    assert runs.folders == []
+    monkeypatch.setenv("GITHUB_SHA", COMMIT)
+    assert cli.main([*command, "--runs", "1"]) == 0
+
+
+def test_a_checkout_that_becomes_dirty_ends_it(tmp_path: Path) -> None:
+    """After the run before which it was changed, not after all of them."""
+    folder = evidence(tmp_path, built.run(random.Random(1)), dirty=True)
+    made: list[str] = []
+
+    def execute(name: str) -> Path:
+        made.append(name)
+        return folder
+
+    with pytest.raises(ConfigError, match="run-1 has local changes"):
+        calibrate.run_all(4, execute, lambda _: None)
+    assert made == ["run-1"]
+
+
+@pytest.mark.parametrize("out", ["", "proof/here"], ids=["default", "in-the-checkout"])
+def test_the_runs_of_a_calibration(
+    out: str, committed: Path, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None makes the next one's checkout dirty; `gate` and `history` take what `evidence/*` then is."""
+    monkeypatch.chdir(committed)
+    command = ["baseline", "calibrate", "--platform", "h200", "--runs", "2", "--root", str(committed)]
+    assert cli.main([*command, *(["--out", out] if out else [])]) == 0
+    assert "2 runs of 1 rows written" in capsys.readouterr().out
+    names = [(committed / folder).relative_to(committed).as_posix() for folder in runs.folders]
+    expected = f"{out}/run-" if out else r"evidence/calibrate-h200-\d{8}T\d{6}Z-[0-9a-f]{8}-run-"
+    assert len(names) == 2
+    assert all(re.fullmatch(f"{expected}{number}", name) for number, name in enumerate(names, 1)), names
+    folders = sorted(str(path) for path in committed.glob(f"{out or 'evidence'}/*"))
+    assert [Path(folder).name for folder in folders] == [Path(name).name for name in names]
+    assert cli.main(["gate", *folders]) == 0
+    assert cli.main(["history", *folders]) == 0
+    if out:  # given again, say after an interrupt: what lies there is no change either
+        shutil.rmtree(committed / "baselines")
+        (committed / "baselines").mkdir()
+        assert cli.main([*command, "--out", out]) == 0
+        assert len(runs.folders) == 4
 
 
 def test_lint_finds_values_of_another_platform(tmp_path: Path) -> None:

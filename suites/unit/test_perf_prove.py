@@ -291,7 +291,7 @@ def test_caches_are_kept_beside_the_results(tmp_path: Path, monkeypatch: pytest.
 def test_an_error_that_was_made_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launch that lost a row is red; one that has taken its place leaves it as a note, also when judged again."""
+    """A launch that lost a row is red; to a run that goes on it is a note, also when that is judged again."""
     fake = Fake({"slower": {"candidate": 1.12}})
     start = fake.start
 
@@ -305,9 +305,12 @@ def test_an_error_that_was_made_good(
     lost = f"same: {CASES[0]}: the launch ended with SIGKILL before this row"
     assert proven(fake, tmp_path, monkeypatch, ("same", "slower")) == [lost]
     assert prove.main(["--out", str(tmp_path), "--again"]) == 1
+    assert proven(fake, tmp_path, monkeypatch, ("sync",), resume=True) == []
+    assert fake.started == 24 + 2  # and the eleven that are left are enough
+    assert prove.main(["--out", str(tmp_path), "--again"]) == 0
     capsys.readouterr()
     assert proven(fake, tmp_path, monkeypatch, ("same", "slower"), resume=True) == []
-    assert fake.started == 24 + 1
+    assert fake.started == 24 + 2 + 1
     assert f"of an earlier run, launched again since: {lost}" in capsys.readouterr().out
     assert prove.main(["--out", str(tmp_path), "--again"]) == 0
     assert lost in capsys.readouterr().out

@@ -42,6 +42,11 @@ class Fake:
         self.machine = built.Machine(random.Random(8))
         self.beside = False
         self.started = 0
+        self.prepared: list[tuple[int, bool]] = []
+
+    def prepare(self, cases: Sequence[str], tree: str | None) -> str:
+        self.prepared.append((len(cases), tree is not None))
+        return ""
 
     def start(self, kind: str, cases: Sequence[str], tree: str | None) -> Any:
         side = Path(tree).name if tree else "probe" if self.beside else "same"
@@ -102,7 +107,7 @@ def faked(
 
     slow = prove.Slower("fp8stack.kernels.rowwise", "ROWWISE_CONFIGS", ("sm_90", "k<=8192"), "RowwiseConfig", {}, 1.1)
     monkeypatch.setattr(processes, "start", fake.start)
-    monkeypatch.setattr(processes, "prepare", lambda cases, tree: "")
+    monkeypatch.setattr(processes, "prepare", fake.prepare)
     monkeypatch.setattr(prove, "disturbed", Beside)
     monkeypatch.setattr(prove, "surveyed", surveyed or (lambda fmt, platform, slower: ([], {"rowwise": slow})))
     monkeypatch.setattr(prove, "chosen", lambda fmt, chosen=prove.chosen: chosen("e4m3fn")[:count])
@@ -119,6 +124,7 @@ def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     neighbour = {"candidate": 1.9, "reference": 1.8, "probe": 2.1}
     fake = Fake({"slower": {"candidate": 1.12}, "probe": neighbour})
     assert proven(fake, tmp_path, monkeypatch, prove.STAGES, 6) == []
+    assert fake.prepared == [(6, False), (5, True)]  # the linear layer has no slower copy
     told = capsys.readouterr().out
     assert "sync done" in told.partition("same: 10 tries")[0]  # what needs no device comes last
     assert "  a launch of same: 1.00 s (start 0.75, rows 0.25)\n" in told

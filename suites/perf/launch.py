@@ -1,15 +1,16 @@
 """One launch of the perf suite, a fresh process: `python -m suites.perf.launch --out FILE CASE ...`.
 
 Holds the device's lock, so that two launches never share it; takes the cases one after the other, and after each writes
-all that it has so far: a launch that dies keeps the rows before. One JSON object: {tree, device, rows: {case: fields of
-harness.samples.Launch}, errors: {case: message}, waited: seconds until the device was free, parts: seconds of cuda,
-context and rows, entered and ended: when, as time.monotonic(); before `entered` are the process and its imports}.
+all that it has so far: a launch that dies keeps the rows before. One JSON object: {tree, host, device, uuid (of the
+device; empty where torch has none), rows: {case: fields of harness.samples.Launch}, errors: {case: message}, waited:
+seconds until the device was free, parts: seconds of cuda, context and rows, entered and ended: when, as
+time.monotonic(); before `entered` are the process and its imports}.
 
     --kind time      blocks of probe, reference, candidate, candidate, reference, probe (timing.interleaved)
     --kind counts    kernels that a call launches and host synchronisations that it makes, warm, as the profiler saw
     --kind compile   seconds from an empty cache to the first result; a child process a case, with caches of its own
     --prepare        time nothing: call everything once, for what that leaves in the caches of Triton and Inductor; no
-                     lock, and `--jobs` processes at once
+                     lock, and `--jobs` processes at once; it ends when nobody reads its stdout any more
 
 What is measured is the fp8stack that Python finds, and `tree` says where: for the base of a comparison the caller puts
 its folder first. The measuring code is that of one tree for both sides.
@@ -26,6 +27,7 @@ import fcntl
 import gc
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -218,7 +220,7 @@ def prepare_all(cases: Sequence[str], jobs: int) -> None:
     alone = [case for case in cases if case.startswith("trainer-")]
     for some, count in (([case for case in cases if case not in alone], jobs), (alone, 1)):
         if some:
-            with concurrent.futures.ProcessPoolExecutor(count, processes.forks()) as pool:
+            with processes.pool(count) as pool:
                 for problem in pool.map(prepare, some):
                     if problem:
                         print(problem, flush=True)
@@ -279,12 +281,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(first_call(known[options.first_call], where))
         return 0
     if options.prepare:
+        processes.end_with_reader()
         prepare_all(asked, max(1, options.jobs))
         return 0
     name = torch.cuda.get_device_properties(where)
     document: dict[str, Any] = {
         "tree": str(Path(fp8stack.__file__ or "").resolve().parents[1]),
+        "host": platform.node(),
         "device": name.name,
+        "uuid": str(getattr(name, "uuid", "")),
         "resolution_ns": TIMER_NS,
         "rows": {},
         "errors": {},

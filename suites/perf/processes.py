@@ -5,7 +5,11 @@ imported torch, its compiler and Triton (preload.py) and has never touched CUDA:
 launch that measure nothing. With FP8CI_PERF_FRESH=1 it is a fork of a bare interpreter, and imports them itself.
 
 With `tree`, a launch times that checkout's fp8stack under this one's measuring code: the two sides of a comparison
-differ in the product alone.
+differ in the product alone. Each content of fp8stack has a folder of its own in TORCHINDUCTOR_CACHE_DIR: Inductor's key
+covers neither our sources nor what our ops say of their results, and what another tree has left there fails.
+
+What a run starts ends with it, however it ends: a launch with its nursery, `prepare` with its reader, a worker of a
+`pool` with the process that has the pool. Nothing stays behind that holds memory of the device.
 
 Not here: what a launch does (launch.py), how many there are (test_speed.py, prove.py).
 """
@@ -14,10 +18,14 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
+import hashlib
 import json
 import multiprocessing
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +51,7 @@ SIDE_BY_SIDE = 2
 """Launches at once: one is measured, the next one waits for the device."""
 ENVIRONMENT: Mapping[str, str] = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Of a launch: everything is compiled, and starting Inductor's pool of compilers would take seconds."""
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
 def folder_of(folder: Path, tree: str | None) -> Path:
@@ -61,10 +70,24 @@ def search_path() -> str:
     return os.pathsep.join([str(ROOT), *beyond])
 
 
-def environment() -> dict[str, str]:
-    """Of a launch, and of what compiles for it: the same in every test, so that all are forks of one process."""
+def inductor_cache(tree: str | None) -> str:
+    """Inductor's folder for that checkout's fp8stack: the same at each launch, another one for other sources."""
+    package, digest = Path(tree or ROOT) / "fp8stack", hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    given = os.environ.get(INDUCTOR) or Path(tempfile.gettempdir()) / f"fp8ci-inductor-{os.getuid()}"
+    return os.path.abspath(Path(given) / digest.hexdigest()[:16])
+
+
+def environment(tree: str | None = None) -> dict[str, str]:
+    """Of a launch, and of what compiles for it: the same in every test, so that all are forks of one process, but for
+    the compile caches. Those are absolute, since each launch of a tree has a working folder of its own.
+    """
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return {**own, **ENVIRONMENT, "PYTHONPATH": search_path()}
+    caches = {INDUCTOR: inductor_cache(tree)}
+    if own.get(TRITON):  # keyed by the source: trees may share it
+        caches[TRITON] = os.path.abspath(own[TRITON])
+    return {**own, **ENVIRONMENT, "PYTHONPATH": search_path(), **caches}
 
 
 def preloaded() -> tuple[str, ...]:
@@ -77,6 +100,42 @@ def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preloaded()))
     return context
+
+
+def pool(count: int, environment: Mapping[str, str] | None = None) -> concurrent.futures.ProcessPoolExecutor:
+    """So many of them, which end when this process does; `environment` comes on top of its own."""
+    given = dict(environment or {})
+    return concurrent.futures.ProcessPoolExecutor(count, forks(), initializer=_begin, initargs=(given,))
+
+
+def _begin(environment: Mapping[str, str]) -> None:
+    """In a worker. Its parent is the fork server, which goes on as long as a worker does: the pipe to the process that
+    has the pool says when that ends.
+    """
+    os.environ.update(environment)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end_with_reader() -> None:
+    """End this process as soon as nobody can read its stdout any more; where it leads a process group, all of that."""
+    said = select.poll()
+    said.register(1, 0)  # errors alone: of a pipe, that its reader has gone
+
+    def watch() -> None:
+        while not any(event & (select.POLLERR | select.POLLHUP) for _, event in said.poll()):
+            time.sleep(1)
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @functools.cache
@@ -133,6 +192,7 @@ class Running:
                 document["errors"].setdefault(case, f"{ended} before this row")
         wanted = Path(self.tree or ROOT).resolve()
         if Path(document["tree"]) != wanted:
+            document["rows"] = {}
             document["errors"] = dict.fromkeys(self.cases, f"fp8stack came from {document['tree']}, expected {wanted}")
         return document
 
@@ -142,12 +202,12 @@ def start(kind: str, cases: Sequence[str], tree: str | None) -> Running:
     stack = ExitStack()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8ci-launch-")))
     out = folder / "launch.json"
-    where = folder_of(folder, tree)
+    where, given = folder_of(folder, tree), environment(tree)
     executor, cancelled = _executor(preloaded()), threading.Event()
 
     def run() -> tuple[Ended, float]:
         argv = (sys.executable, "-m", "suites.perf.launch", "--kind", kind, "--out", str(out), *cases)
-        command = Command(argv, environment(), where, DEADLINE, out.with_suffix(".log"))
+        command = Command(argv, given, where, DEADLINE, out.with_suffix(".log"))
         return executor.run(command, cancelled=cancelled), time.monotonic()
 
     return Running(cases, tree, out, _pool().submit(run), cancelled, stack)
@@ -173,7 +233,14 @@ def prepare(cases: Sequence[str], tree: str | None) -> str:
     with tempfile.TemporaryDirectory(prefix="fp8ci-prepare-") as name:
         command = [sys.executable, "-m", "suites.perf.launch", "--prepare", "--jobs", str(jobs()), *cases]
         where = folder_of(Path(name), tree)
-        done = subprocess.run(
-            command, env=environment(), cwd=where, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
-    return f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip()
+        with subprocess.Popen(
+            command, env=environment(tree), cwd=where, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            try:
+                told, errors = process.communicate(timeout=DEADLINE)
+            except BaseException:  # its workers would go on, with the memory of the device that they hold
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+    return f"{told}\n{errors if process.returncode else ''}".strip()

@@ -20,8 +20,12 @@ the table's own: taken is the one that is slower by 10 % or more, and the least 
 DIR gets, each as soon as it is known: `launches.json`, `probe.json`, `sync.json` with raw launches, `<stage>.json` with
 the verdict of each try, and `verdicts.json`, which is the table that ends the output. With --seconds, launches of the
 first two stages end early enough for the others; their tries are judged last. What was cut off goes on with --resume,
-from DIR's configurations and launches, or is judged as it is with --again, without a GPU.
-Exit codes: 0 all hold, 1 one does not, 2 usage, 4 no GPU.
+from DIR's configurations and launches, where code and GPU are the same, or is judged as it is with --again, without a
+GPU. Errors of launches that --resume has replaced are told, and are none any more.
+
+Compile caches are kept for the next run in fp8ci-prove-UID of the temporary folder (TMPDIR), or where TRITON_CACHE_DIR
+and TORCHINDUCTOR_CACHE_DIR say.
+Exit codes: 0 all hold, 1 one does not, or a launch takes longer than 12 s, 2 usage, 4 no GPU.
 
 Not here: timing (timing.py), launches (launch.py, processes.py), verdicts (harness/speed.py).
 """
@@ -29,13 +33,13 @@ Not here: timing (timing.py), launches (launch.py, processes.py), verdicts (harn
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import gc
 import hashlib
 import json
 import math
 import os
+import platform as host
 import shutil
 import statistics
 import subprocess
@@ -99,6 +103,8 @@ UNDISTURBED = frozenset({Verdict.INCONCLUSIVE, Verdict.INFRA, Verdict.PASS})
 LEAST_PASSED = TRIES // 2 + 1
 """Of an unchanged checkout: where most tries say nothing, no false alarm proves nothing."""
 CONFIGURATIONS = "configurations.json"
+LATE = "too long: "
+"""Begins a problem that is none of the verdicts'."""
 
 
 def chosen(fmt: str) -> list[rows.Row]:
@@ -149,6 +155,11 @@ class Slower:
     make: str
     config: dict[str, Any]
     factor: float
+
+    @property
+    def enough(self) -> bool:
+        """Whether it is as slow as the gate must show."""
+        return self.factor >= LEAST_SLOWER
 
     @property
     def line(self) -> str:
@@ -272,7 +283,7 @@ def compile_all(fmt: str, platform: str, jobs: int) -> None:
     """What `survey` will time, side by side."""
     asked = [("rowwise", OPS["rowwise"]), ("colwise", OPS["colwise"]), SHORT, ("grouped_gemm", GEMM[0])]
     work = [(op, shape, fmt, config) for op, shape in asked for config in recorded(op, shape, platform)]
-    with concurrent.futures.ProcessPoolExecutor(jobs, processes.forks()) as pool:
+    with processes.pool(jobs, own_cache()) as pool:
         for done in [pool.submit(compile_one, *one) for one in work]:
             error = done.exception()  # only time is lost: `survey` compiles what is not there
             if error is not None:
@@ -280,7 +291,7 @@ def compile_all(fmt: str, platform: str, jobs: int) -> None:
 
 
 def _least(factors: Mapping[Any, float]) -> Any:
-    """The slower one that is the least slower; else the slowest; None of none."""
+    """The slower one that is the least slower; else the slowest, which is not slow enough; None of none."""
     enough = [name for name in factors if factors[name] >= LEAST_SLOWER]
     if enough:
         return min(enough, key=lambda name: factors[name])
@@ -311,11 +322,16 @@ def survey(fmt: str, platform: str, slower: bool) -> tuple[list[str], dict[str, 
     return [], found
 
 
+def own_cache() -> dict[str, str]:
+    """Inductor's folder for what is compiled of this checkout, as in its launches."""
+    return {processes.INDUCTOR: processes.inductor_cache(None)}
+
+
 def surveyed(fmt: str, platform: str, slower: bool) -> tuple[list[str], dict[str, Slower | None]]:
     """`survey` in a process that gives the device back, after what it needs was compiled side by side."""
     if slower:
         compile_all(fmt, platform, processes.jobs())
-    with concurrent.futures.ProcessPoolExecutor(1, processes.forks()) as pool:
+    with processes.pool(1, own_cache()) as pool:
         return pool.submit(survey, fmt, platform, slower).result()
 
 
@@ -350,11 +366,21 @@ def worse_tree(folder: Path, added: Mapping[str, str]) -> Path:
     return folder
 
 
+def lacking(slow: Mapping[str, Slower | None]) -> dict[str, str]:
+    """Op -> why its kernel is not slower in the slower copy."""
+    found: dict[str, str] = {}
+    for ops, one in slow.items():
+        if one is None or not one.enough:
+            best = "no configuration could be timed" if one is None else f"at best {one.factor:.3f}x"
+            found |= dict.fromkeys(ops.split(", "), f"nothing slower was found, {best}, expected {LEAST_SLOWER:.2f}x")
+    return found
+
+
 def lines_of(slow: Mapping[str, Slower | None]) -> dict[str, str]:
     """Module -> the lines that make it slower."""
     found: dict[str, str] = {}
     for one in slow.values():
-        if one is not None:
+        if one is not None and one.enough:
             found[one.module] = found.get(one.module, "\n# Slower, on purpose.\n") + one.line
     return found
 
@@ -391,9 +417,14 @@ class Measured:
         self.seconds: dict[str, list[float]] = {}
         self.parts: dict[str, list[dict[str, float]]] = {}
         self.errors: list[str] = []
+        self.earlier: list[str] = []
+        """Errors of runs that this one goes on from: it has launched again what they had lost."""
+        self.machine: dict[str, str] = {}
         self.resolution_ns = 0.0
 
     def add(self, side: str, document: Mapping[str, Any]) -> None:
+        if "uuid" in document:
+            self.machine = {name: document[name] for name in ("host", "device", "uuid")}
         self.seconds.setdefault(side, []).append(round(document.get("seconds", 0.0), 2))
         self.parts.setdefault(side, []).append(document.get("parts", {}))
         self.resolution_ns = float(document.get("resolution_ns", self.resolution_ns))
@@ -417,6 +448,7 @@ class Measured:
         measured = Measured(table)
         measured.of = msgspec.convert(document["launches"], dict[str, dict[str, list[Launch]]])
         measured.seconds, measured.errors = document["seconds_a_launch"], document["errors"]
+        measured.earlier, measured.machine = document.get("earlier_errors", []), document.get("machine", {})
         measured.parts = document.get("parts_of_a_launch", {})
         measured.resolution_ns = document["resolution_ns"]
         return measured
@@ -517,6 +549,18 @@ def code() -> str:
     return digest.hexdigest()[:16]
 
 
+def machine() -> dict[str, str]:
+    """Where launches of this process take place, as they say it themselves."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"host": host.node(), "device": gpu.name, "uuid": str(getattr(gpu, "uuid", ""))}
+
+
+def same_machine(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """By the GPU's UUID, also where containers of one host have names of their own; by the names without one."""
+    names = ("device", "uuid") if one["uuid"] and other["uuid"] else ("device", "host")
+    return all(one[name] == other[name] for name in names)
+
+
 def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> None:
     document = {
         "code": code(),
@@ -524,6 +568,8 @@ def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> 
         "seconds_a_launch": measured.seconds,
         "parts_of_a_launch": measured.parts,
         "errors": measured.errors,
+        "earlier_errors": measured.earlier,
+        "machine": measured.machine,
         "resolution_ns": measured.resolution_ns,
         "launches": msgspec.to_builtins(measured.of),
     }
@@ -534,6 +580,10 @@ def write(out: Path, name: str, measured: Measured, told: Mapping[str, Any]) -> 
 
 def say(text: str) -> None:
     show(text)
+
+
+def words(problem: str) -> str:
+    return problem if problem.startswith(LATE) else f"does not hold: {problem}"
 
 
 def counted(found: Sequence[speed.Comparison]) -> str:
@@ -634,11 +684,15 @@ def measure_times(
 def judge_times(out: Path, measured: Measured) -> list[str]:
     """Ten tries of each side; returns what does not hold."""
     problems = measured.errors[:10]
+    for one in measured.earlier:
+        say(f"  of an earlier run, launched again since: {one}")
+    why = lacking(kept(out)) if (out / CONFIGURATIONS).exists() else {}
     say(f"  seconds a launch: {measured.seconds}")
     for side, seconds in measured.seconds.items():
         say("\n".join(breakdown(measured, side)))
         if statistics.median(seconds) > LAUNCH_SECONDS:
-            problems.append(f"{side}: a launch takes {statistics.median(seconds):.1f} s, at most {LAUNCH_SECONDS:.0f}")
+            spent = statistics.median(seconds)
+            problems.append(f"{LATE}a launch of {side} takes {spent:.1f} s, expected {LAUNCH_SECONDS:.0f} s at most")
     for side in measured.of:
         told: dict[str, Any] = {}
         expected = [row.case for row in measured.table.values() if side == "same" or row.op != "linear"]
@@ -667,7 +721,8 @@ def judge_times(out: Path, measured: Measured) -> list[str]:
                 if side == "same" and passed < LEAST_PASSED:
                     problems.append(f"same: {case}, {how}: only {passed} of {TRIES} are PASS: {counted(some)}")
                 if side == "slower" and not short and red < 9:
-                    problems.append(f"slower: {case}, {how}: only {red} of {TRIES} are REGRESSION")
+                    cause = f"; {why[measured.table[case].op]}" if measured.table[case].op in why else ""
+                    problems.append(f"slower: {case}, {how}: only {red} of {TRIES} are REGRESSION{cause}")
             last = found["recorded"][-1]
             if side == "same":
                 us = None if last.median_ns is None else last.median_ns / 1e3
@@ -764,7 +819,7 @@ def execute(
     problems: list[str] = []
     wrong: list[str] = []
     slow: Mapping[str, Slower | None] = {}
-    known = resume and (out / CONFIGURATIONS).exists()
+    known = resume and (out / CONFIGURATIONS).exists() and (out / "launches.json").exists()
     try:
         wrong, slow = ([], kept(out)) if known else surveyed(fmt, platform, "slower" in stages)
     except Exception as error:  # what needs no slower kernel goes on
@@ -774,23 +829,29 @@ def execute(
         return [f"wrong results, and nothing was timed: {problem}" for problem in wrong]
     say(f"{spent()} {'not known whether results are right' if problems else 'results are right'}; slower here:")
     for op, one in slow.items():
-        say(f"  {op}: " + ("nothing found" if one is None else f"{one.factor:.3f}x, {one.config}"))
+        told = "" if one is None or one.enough else ", which is not slower enough, and is left out"
+        say(f"  {op}: " + ("nothing found" if one is None else f"{one.factor:.3f}x, {one.config}{told}"))
     if slow and not known:
         (out / CONFIGURATIONS).write_text(
             json.dumps({op: asdict(one) if one else None for op, one in slow.items()}, indent=1) + "\n"
         )
     say(f"  linear: {NO_SLOWER}")
-    if "slower" in stages and not any(slow.values()):
-        problems.append("slower: no slower configuration was found")
+    added = lines_of(slow)
+    if "slower" in stages and not added:
+        why = "; ".join(f"{op}: {cause}" for op, cause in lacking(slow).items())
+        problems.append("slower: no slower configuration was found" + (f": {why}" if why else ""))
     measured = Measured.read(out, table) if resume and (out / "launches.json").exists() else Measured(table)
     if not measured.of:  # nothing of a run that could measure nothing
         measured = Measured(table)
+    if measured.errors:  # what they cost is launched again, or is missed by its count
+        measured.earlier, measured.errors = [*measured.earlier, *measured.errors], []
+        write(out, "launches", measured, {})
     judged = bool({"same", "slower"} & set(stages))
     with tempfile.TemporaryDirectory(prefix="fp8ci-prove-") as name:
         folder = Path(name)
-        slow_tree = worse_tree(folder / "slower", lines_of(slow)) if "slower" in stages and any(slow.values()) else None
-        cases = [row.case for row in table]
+        slow_tree = worse_tree(folder / "slower", added) if "slower" in stages and added else None
         for tree in [None, slow_tree] if slow_tree else [None]:
+            cases = [row.case for row in table if tree is None or row.op != "linear"]
             told = processes.prepare(cases, str(tree) if tree else None)
             say(f"{spent()} compiled {tree or 'this checkout'} {told}")
 
@@ -814,7 +875,7 @@ def execute(
                 except Exception as error:  # the other stages go on
                     traceback.print_exc()
                     found = [f"{stage}: {type(error).__name__}: {error}"]
-                say(f"{spent()} {stage} done" + "".join(f"\n  does not hold: {problem}" for problem in found))
+                say(f"{spent()} {stage} done" + "".join(f"\n  {words(problem)}" for problem in found))
                 problems += found
     return problems
 
@@ -827,8 +888,27 @@ def again(out: Path) -> list[str]:
 SYNC_MODULE = "fp8stack.kernels.rowwise"
 
 
+def elsewhere(earlier: Path) -> str:
+    """Why launches that were made earlier are no part of this run's proof; empty where they are."""
+    if not earlier.exists():
+        return ""
+    document = json.loads(earlier.read_text(encoding="utf-8"))
+    if document["code"] != code():
+        return f"{earlier} is of other code; expected launches of this checkout"
+    theirs = document.get("machine")
+    if theirs and not same_machine(theirs, ours := machine()):
+        its, here = (f"{one['device']} {one['uuid']} in {one['host']}" for one in (theirs, ours))
+        return f"{earlier} was measured on {its}; expected launches of {here}"
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m suites.perf.prove", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m suites.perf.prove",
+        description=__doc__.splitlines()[0],
+        epilog=f"Compile caches are kept in fp8ci-prove-UID of the temporary folder, or where {processes.TRITON} and "
+        f"{processes.INDUCTOR} say.",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what was measured")
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
     parser.add_argument("--launches", type=int, default=12, metavar="N", help="of each side, 11 at least (default: 12)")
@@ -836,10 +916,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="end within about so many")
     parser.add_argument("--again", action="store_true", help="judge what an earlier run has left in DIR; needs no GPU")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from what an earlier run of this commit left there"
+        "--resume", action="store_true", help="go on from what an earlier run of this code on this GPU left there"
     )
     parser.add_argument("--one-by-one", action="store_true", help="start no launch while another one is measured")
     options = parser.parse_args(argv)
+    options.out = options.out.absolute()
     if not (options.again or torch.cuda.is_available()):
         print("no GPU is visible; speed is measured on one; run this on a GPU", file=sys.stderr)
         return 4
@@ -847,13 +928,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prove: --launches is {options.launches}; expected {WHOLE} or more; correct it", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    earlier = options.out / "launches.json"
-    if options.resume and earlier.exists() and json.loads(earlier.read_text(encoding="utf-8"))["code"] != code():
-        print(f"prove: {earlier} is of other code; expected launches of this checkout; leave --resume out, "
-              "or name another --out", file=sys.stderr)  # fmt: skip
+    foreign = "" if options.again or not options.resume else elsewhere(options.out / "launches.json")
+    if foreign:
+        print(f"prove: {foreign}; leave --resume out, or name another --out", file=sys.stderr)
         return 2
-    os.environ.setdefault("TRITON_CACHE_DIR", str(options.out / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.out / "inductor"))
+    caches = Path(tempfile.gettempdir()) / f"fp8ci-prove-{os.getuid()}"
+    os.environ.setdefault(processes.TRITON, str(caches / "triton"))
+    os.environ.setdefault(processes.INDUCTOR, str(caches / "inductor"))
     if options.again:
         problems = again(options.out)
     else:
@@ -863,8 +944,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     say("\n".join(table_of(options.out)))
     for problem in problems:
-        say(f"does not hold: {problem}")
-    say("the gate of speed does not hold here" if problems else "the gate of speed holds here")
+        say(words(problem))
+    if all(problem.startswith(LATE) for problem in problems):
+        say("the gate of speed holds here" + (", but its launches take too long" if problems else ""))
+    else:
+        say("the gate of speed does not hold here")
     return 1 if problems else 0
 
 

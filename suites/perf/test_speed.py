@@ -79,6 +79,8 @@ class Launched:
     start: Callable[..., dict[str, Any]] = field(default_factory=lambda: processes.launch_once)
     note: Callable[[str, str], object] = lambda name, text: None
     """Writes into the evidence: what a session that is cut off has measured until then."""
+    prepared: str = ""
+    """What could not be compiled; the launches of those rows say it again, if they come so far."""
 
     def of(self, kind: str, row: rows.Row) -> Samples:
         if kind not in self.done:
@@ -99,7 +101,10 @@ class Launched:
             count = min(count, speed.LEAST_LAUNCHES)
         if kind in TIMED:  # counts need a warm call, and make one themselves
             for tree in dict.fromkeys([None, os.environ.get(AGAINST_VARIABLE)]):
-                self.prepare(self.cases[kind], tree)
+                told = self.prepare(self.cases[kind], tree)
+                if told:
+                    self.prepared += f"{kind}, {'base' if tree else 'candidate'}:\n{told}\n"
+                    self.note("launches/prepare.txt", self.prepared)
         self._stage(kind, self.cases[kind], 1, count)
         if kind in TIMED:
             by_case = rows.by_case(FORMAT)

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ from suites.perf import processes, prove, rows, sweep
 from suites.unit import built_samples as built
 
 CASES = [row.case for row in prove.chosen("e4m3fn")]
+MACHINE = {"host": "node-1", "device": "NVIDIA H200", "uuid": "1-2-3"}
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `main` sets where nothing is set goes with the test."""
+    for name in (processes.TRITON, processes.INDUCTOR):
+        monkeypatch.setenv(name, str(tmp_path / "caches"))
 
 
 class Fake:
@@ -33,6 +42,11 @@ class Fake:
         self.machine = built.Machine(random.Random(8))
         self.beside = False
         self.started = 0
+        self.prepared: list[tuple[int, bool]] = []
+
+    def prepare(self, cases: Sequence[str], tree: str | None) -> str:
+        self.prepared.append((len(cases), tree is not None))
+        return ""
 
     def start(self, kind: str, cases: Sequence[str], tree: str | None) -> Any:
         side = Path(tree).name if tree else "probe" if self.beside else "same"
@@ -49,7 +63,7 @@ class Fake:
             fields = msgspec.to_builtins(self.machine.launch(1, slower=factors))
             fields |= {"seconds": 0.25, "parts": {"data": 0.05, "warm": 0.2}}
             rows[case] = {name: value for name, value in fields.items() if name not in ("number", "stage", "side")}
-        told = {"resolution_ns": 500.0, "seconds": 1.0, "parts": {"start": 0.75, "rows": 0.25}}
+        told = {"resolution_ns": 500.0, "seconds": 1.0, "parts": {"start": 0.75, "rows": 0.25}, **MACHINE}
         return Done({"rows": rows, "errors": {}, **told})
 
 
@@ -77,7 +91,13 @@ def proven(
     resume: bool = False,
 ) -> list[str]:
     """The stages on the first `count` of the six rows."""
+    faked(fake, monkeypatch, count, surveyed)
+    return prove.execute(tmp_path, stages, 12, "h200", True, seconds, resume)
 
+
+def faked(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, count: int = 1, surveyed: Callable[..., Any] | None = None
+) -> None:
     class Beside:
         def __enter__(self) -> None:
             fake.beside = True
@@ -87,13 +107,12 @@ def proven(
 
     slow = prove.Slower("fp8stack.kernels.rowwise", "ROWWISE_CONFIGS", ("sm_90", "k<=8192"), "RowwiseConfig", {}, 1.1)
     monkeypatch.setattr(processes, "start", fake.start)
-    monkeypatch.setattr(processes, "prepare", lambda cases, tree: "")
+    monkeypatch.setattr(processes, "prepare", fake.prepare)
     monkeypatch.setattr(prove, "disturbed", Beside)
     monkeypatch.setattr(prove, "surveyed", surveyed or (lambda fmt, platform, slower: ([], {"rowwise": slow})))
     monkeypatch.setattr(prove, "chosen", lambda fmt, chosen=prove.chosen: chosen("e4m3fn")[:count])
     # The work of the other rows is not that of the drawn one: no rate to compare.
     monkeypatch.setattr(prove.Measured, "samples", _without_work(prove.Measured.samples))
-    return prove.execute(tmp_path, stages, 12, "h200", True, seconds, resume)
 
 
 def _without_work(made: Any) -> Any:
@@ -105,6 +124,7 @@ def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     neighbour = {"candidate": 1.9, "reference": 1.8, "probe": 2.1}
     fake = Fake({"slower": {"candidate": 1.12}, "probe": neighbour})
     assert proven(fake, tmp_path, monkeypatch, prove.STAGES, 6) == []
+    assert fake.prepared == [(6, False), (5, True)]  # the linear layer has no slower copy
     told = capsys.readouterr().out
     assert "sync done" in told.partition("same: 10 tries")[0]  # what needs no device comes last
     assert "  a launch of same: 1.00 s (start 0.75, rows 0.25)\n" in told
@@ -115,6 +135,8 @@ def test_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert told.count("us, can show ") == 6 * 2 + 5 * 2 + 6
     raw = json.loads((tmp_path / "launches.json").read_text())
     assert len(raw["launches"]["same"][CASES[0]]) == len(raw["launches"]["slower"][CASES[0]]) == 12
+    for name in ("launches", "probe", "sync"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["machine"] == MACHINE
     assert "REGRESSION counted more than the row allows" in told
     head, first, *_, linear = prove.table_of(tmp_path)
     assert head.split() == ["row", "us", "noise", "shows", "same", "slower", "probe", "sync"]
@@ -216,6 +238,153 @@ def test_only_launches_of_this_code_go_on(
     (tmp_path / "launches.json").write_text(json.dumps({"code": "another"}))
     assert prove.main(["--out", str(tmp_path), "--resume"]) == 2
     assert "is of other code" in capsys.readouterr().err
+
+
+HERE = {
+    "same": (MACHINE, 0),
+    "container": ({**MACHINE, "host": "node-1-again"}, 0),
+    "other-gpu": ({**MACHINE, "uuid": "4-5-6"}, 2),
+    "other-kind": ({**MACHINE, "device": "NVIDIA H100"}, 2),
+    "no-uuid": ({**MACHINE, "uuid": ""}, 0),
+    "no-uuid-other-host": ({**MACHINE, "host": "node-2", "uuid": ""}, 2),
+}
+
+
+@pytest.mark.parametrize(("here", "ended"), HERE.values(), ids=HERE)
+def test_only_launches_of_this_gpu_go_on(
+    here: dict[str, str],
+    ended: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Pairs of two GPUs are no pairs; by its UUID a GPU is the same one in every container."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(prove, "execute", lambda *given: [])
+    monkeypatch.setattr(prove, "machine", lambda: here)
+    (tmp_path / "launches.json").write_text(json.dumps({"code": prove.code(), "machine": MACHINE}))
+    assert prove.main(["--out", str(tmp_path), "--resume"]) == ended
+    told = capsys.readouterr().err
+    assert ("was measured on NVIDIA H200 1-2-3 in node-1; expected launches of" in told) == (ended == 2)
+
+
+def test_a_proof_names_its_gpu_as_a_launch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = argparse.Namespace(name="NVIDIA H200", uuid="1-2-3")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: properties)
+    assert prove.machine() == {**MACHINE, "host": prove.host.node()}
+
+
+def test_caches_are_kept_beside_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the temporary folder, for --resume; where the environment says so, there; and DIR is absolute."""
+    for name in (processes.TRITON, processes.INDUCTOR):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given: list[Any] = []
+    monkeypatch.setattr(prove, "execute", lambda *told: given.append(told[0]) or [])
+    assert prove.main(["--out", "proof"]) == 0
+    assert given == [tmp_path / "proof"]
+    kept = tmp_path / "temporary" / f"fp8ci-prove-{os.getuid()}"
+    assert os.environ[processes.TRITON] == str(kept / "triton")
+    assert os.environ[processes.INDUCTOR] == str(kept / "inductor")
+    monkeypatch.setenv(processes.TRITON, "/mine")
+    assert prove.main(["--out", "proof"]) == 0
+    assert os.environ[processes.TRITON] == "/mine"
+
+
+def test_an_error_that_was_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launch that lost a row is red; to a run that goes on it is a note, also when that is judged again."""
+    fake = Fake({"slower": {"candidate": 1.12}})
+    start = fake.start
+
+    def once(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        done = start(kind, cases, tree)
+        if fake.started == 5:
+            done.document |= {"rows": {}, "errors": {CASES[0]: "the launch ended with SIGKILL before this row"}}
+        return done
+
+    fake.start = once  # type: ignore[method-assign]
+    lost = f"same: {CASES[0]}: the launch ended with SIGKILL before this row"
+    assert proven(fake, tmp_path, monkeypatch, ("same", "slower")) == [lost]
+    assert prove.main(["--out", str(tmp_path), "--again"]) == 1
+    assert proven(fake, tmp_path, monkeypatch, ("sync",), resume=True) == []
+    assert fake.started == 24 + 2  # and the eleven that are left are enough
+    assert prove.main(["--out", str(tmp_path), "--again"]) == 0
+    capsys.readouterr()
+    assert proven(fake, tmp_path, monkeypatch, ("same", "slower"), resume=True) == []
+    assert fake.started == 24 + 2 + 1
+    assert f"of an earlier run, launched again since: {lost}" in capsys.readouterr().out
+    assert prove.main(["--out", str(tmp_path), "--again"]) == 0
+    assert lost in capsys.readouterr().out
+
+
+def test_an_error_that_was_not_made_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on and loses the same row again has too few launches, and says why."""
+    fake = Fake({})
+    start = fake.start
+
+    def broken(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        done = start(kind, cases, tree)
+        if fake.started > 3:
+            del done.document["rows"][CASES[1]]
+            done.document["errors"] = {CASES[1]: "OutOfMemoryError"}
+        return done
+
+    fake.start = broken  # type: ignore[method-assign]
+    assert proven(fake, tmp_path, monkeypatch, ("same",), 2)
+    found = proven(fake, tmp_path, monkeypatch, ("same",), 2, resume=True)
+    assert found[0] == f"same: {CASES[1]}: OutOfMemoryError"
+    assert f"same: {CASES[1]} has 3 launches beside 3, expected 11" in found
+
+
+def test_launches_that_take_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That is exit 1, in words of its own: the verdicts hold."""
+    fake = Fake({"slower": {"candidate": 1.12}})
+    start = fake.start
+
+    def slowly(kind: str, cases: Sequence[str], tree: str | None) -> Any:
+        done = start(kind, cases, tree)
+        done.document["seconds"] = 13.0
+        return done
+
+    fake.start = slowly  # type: ignore[method-assign]
+    late = [f"too long: a launch of {side} takes 13.0 s, expected 12 s at most" for side in ("same", "slower")]
+    assert proven(fake, tmp_path, monkeypatch, ("same", "slower")) == late
+    capsys.readouterr()
+    assert prove.main(["--out", str(tmp_path), "--again"]) == 1
+    told = capsys.readouterr().out
+    assert told.splitlines()[-3:] == [*late, "the gate of speed holds here, but its launches take too long"]
+    assert "does not hold" not in told
+
+
+def test_the_commands_of_a_whole_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its command line: two stages within a time, the others after them, and judged again; only results in DIR."""
+    fake = Fake({"slower": {"candidate": 1.12}, "probe": {"candidate": 1.9, "reference": 1.8, "probe": 2.1}})
+    faked(fake, monkeypatch)
+    there = argparse.Namespace(**{**vars(torch), "cuda": argparse.Namespace(is_available=lambda: True)})
+    monkeypatch.setattr(prove, "torch", there)
+    monkeypatch.setattr(prove, "machine", lambda: MACHINE)
+    monkeypatch.chdir(tmp_path)
+    assert prove.main(["--out", "proof", "--stage", "same", "--stage", "slower", "--seconds", "900"]) == 0
+    assert fake.started == 24
+    assert prove.main(["--out", "proof", "--resume", "--stage", "probe", "--stage", "sync", "--seconds", "900"]) == 0
+    assert fake.started == 24 + 3 + 2
+    monkeypatch.setattr(prove, "torch", torch)
+    assert prove.main(["--out", "proof", "--again"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("the gate of speed holds here\n") == 3
+    assert prove.table_of(tmp_path / "proof")[1].split()[-2:] == ["/", "REGRESSION"]
+    assert {path.name for path in (tmp_path / "proof").iterdir()} == {
+        prove.VERDICTS, prove.CONFIGURATIONS, "launches.json", *(f"{stage}.json" for stage in prove.STAGES),
+    }  # fmt: skip
 
 
 def test_launches_that_measure_nothing_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,6 +564,33 @@ def test_the_least_slower_one_is_taken() -> None:
     assert prove._least({1: 1.05, 2: 1.2, 3: 1.11}) == 3
     assert prove._least({1: 1.05, 2: 1.02}) == 1
     assert prove._least({}) is None
+
+
+def test_what_is_not_slower_enough_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without a configuration that is 10 % slower stays as it is; why is beside its red tries."""
+    config = prove.recorded("rowwise", prove.OPS["rowwise"], "h200")[0]
+
+    def found(rowwise: float | None, colwise: float) -> Callable[..., Any]:
+        def made(factor: float) -> prove.Slower:
+            return prove.Slower("fp8stack.kernels.rowwise", "ROWWISE_CONFIGS", ("sm_90", "k"), "R", config, factor)
+
+        slow = {"rowwise, experts": None if rowwise is None else made(rowwise), "colwise": made(colwise)}
+        return lambda fmt, platform, slower: ([], slow)
+
+    fake = Fake({})
+    told = proven(fake, tmp_path, monkeypatch, ("slower",), surveyed=found(1.08, 1.1))
+    assert [one for one in told if one.startswith("slower: ")] == [
+        f"slower: {CASES[0]}, {how}: only 0 of 10 are REGRESSION; nothing slower was found, at best 1.080x, "
+        "expected 1.10x" for how in ("recorded", "pairs")
+    ]  # fmt: skip
+    started = fake.started
+    told = proven(fake, tmp_path, monkeypatch, ("slower",), surveyed=found(None, 1.09))
+    assert [one for one in told if one.startswith("slower: ")] == [
+        "slower: no slower configuration was found: rowwise: nothing slower was found, no configuration could be "
+        "timed, expected 1.10x; experts: nothing slower was found, no configuration could be timed, expected 1.10x; "
+        "colwise: nothing slower was found, at best 1.090x, expected 1.10x"
+    ]
+    assert fake.started == started + 12  # of this checkout alone
 
 
 def test_copies_that_are_worse(tmp_path: Path) -> None:

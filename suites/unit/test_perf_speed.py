@@ -8,9 +8,12 @@ import dataclasses
 import gc
 import json
 import os
+import platform
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -121,6 +124,21 @@ def test_pairs_with_a_base_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.of("base")) == len(found.of("candidate")) == 3
 
 
+def test_what_could_not_be_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each side, and kind of launch, in the evidence."""
+    monkeypatch.setenv(test_speed.AGAINST_VARIABLE, "/base")
+    fake = Fake()
+    made = launched(fake)
+    made.cases["trainer"] = [ROW.case]
+    made.prepare = lambda cases, tree: f"{cases[0]}: OutOfMemoryError" if tree or len(fake.calls) else ""
+    made.of("time", ROW)
+    made.of("trainer", ROW)
+    told = dict(fake.noted)["launches/prepare.txt"]
+    assert told == "".join(
+        f"{side}:\n{ROW.case}: OutOfMemoryError\n" for side in ("time, base", "trainer, candidate", "trainer, base")
+    )
+
+
 def test_a_row_that_was_not_measured_fails() -> None:
     """An error of one launch is the test's failure, in its words; one that measures nothing is the last."""
     asked = []
@@ -182,6 +200,141 @@ def test_no_fork_has_imported_torch_where_that_is_asked_for(monkeypatch: pytest.
     processes.forks()
     assert told == [[processes.PRELOAD], []]
     assert processes.preloaded() == ()
+
+
+def sources(folder: Path, text: str) -> str:
+    """A checkout whose fp8stack says that."""
+    (folder / "fp8stack").mkdir(parents=True)
+    (folder / "fp8stack" / "__init__.py").write_text(text)
+    return str(folder)
+
+
+def test_inductor_has_a_folder_for_each_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is in it, wherever it is: the same at each launch. Triton's cache is shared. Both are absolute."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(processes.INDUCTOR, "inductor")
+    monkeypatch.setenv(processes.TRITON, "triton")
+    trees = [None, sources(tmp_path / "a", "1"), sources(tmp_path / "b", "2"), sources(tmp_path / "c", "1")]
+    own, a, b, c = (processes.environment(tree) for tree in trees)
+    assert {one[processes.TRITON] for one in (own, a, b, c)} == {str(tmp_path / "triton")}
+    folders = [Path(one[processes.INDUCTOR]) for one in (own, a, b, c)]
+    assert {one.parent for one in folders} == {tmp_path / "inductor"}
+    assert len(set(folders[:3])) == 3
+    assert folders[1] == folders[3]
+    assert processes.environment() == own
+    monkeypatch.delenv(processes.INDUCTOR)
+    assert Path(processes.inductor_cache(None)).is_relative_to(tempfile.gettempdir())
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
+    """What launches and their preparation do in torch's place, as soon as they import it."""
+    (folder / "beyond" / "torch").mkdir(parents=True)
+    (folder / "beyond" / "torch" / "__init__.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "beyond"))
+    monkeypatch.setenv(processes.FRESH_VARIABLE, "1")
+
+
+def test_launches_and_what_compiles_for_them_share_inductor_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported(monkeypatch, tmp_path, f"import os, sys\nprint(os.environ['{processes.INDUCTOR}'])\nsys.exit(3)\n")
+    tree = sources(tmp_path / "a", "1")
+    for one in (None, tree):
+        expected = processes.inductor_cache(one)
+        assert processes.prepare([ROW.case], one) == expected
+        told = processes.launch_once("time", [ROW.case], one)["errors"]
+        assert told == {ROW.case: f"the launch ended with 3: {expected}"}
+
+
+def gone(pid: int, seconds: float = 20.0) -> bool:
+    """Whether a process ends within so many seconds; one that nobody has reaped has ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_preparation_that_hangs_is_killed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its deadline, with what it has started."""
+    told = tmp_path / "pid"
+    code = f"open({str(told)!r}, 'w').write(str(subprocess.Popen(['sleep', '100']).pid))"
+    imported(monkeypatch, tmp_path, f"import subprocess, time\n{code}\ntime.sleep(100)\n")
+    monkeypatch.setattr(processes, "DEADLINE", 5.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        processes.prepare([ROW.case], None)
+    assert gone(int(told.read_text()))
+
+
+POOL = """
+import os, sys, time
+from suites.perf import processes
+
+if __name__ == "__main__":
+    pool = processes.pool(1, {"FP8CI_OF_A_TEST": "given"})
+    print(pool.submit(os.getpid).result(), pool.submit(os.getenv, "FP8CI_OF_A_TEST").result(), flush=True)
+    pool.submit(time.sleep, 100)
+    pool.submit(time.sleep, 100)
+    time.sleep(100)
+"""
+READER = """
+import subprocess, time
+from suites.perf import processes
+
+print(subprocess.Popen(["sleep", "100"]).pid, "given", flush=True)
+processes.end_with_reader()
+time.sleep(100)
+"""
+
+
+def said(code: str, tmp_path: Path) -> tuple[subprocess.Popen[str], int]:
+    """A process of that code, and the number of the one that it has started."""
+    (tmp_path / "it.py").write_text(code)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), processes.FRESH_VARIABLE: "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "it.py")], env=env, text=True, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    pid, given = process.stdout.readline().split()
+    assert given == "given"
+    return process, int(pid)
+
+
+def test_a_worker_ends_with_its_pool(tmp_path: Path) -> None:
+    """Also with work in hand, and where the process that has the pool is killed: nothing keeps the device's memory."""
+    process, worker = said(POOL, tmp_path)
+    with process:
+        process.kill()
+    assert gone(worker)
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stays"])
+def test_a_preparation_ends_with_its_reader(leaves: bool, tmp_path: Path) -> None:
+    """With its process group, as soon as nobody reads, and not before."""
+    process, child = said(READER, tmp_path)
+    with process:
+        assert process.stdout is not None
+        if leaves:
+            process.stdout.close()
+        assert gone(child, 20.0 if leaves else 1.5) is leaves
+        process.kill()
+    if not leaves:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_prepare_watches_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it starts any worker."""
+    asked: list[str] = []
+    monkeypatch.setattr(launch, "torch", OnCpu())
+    monkeypatch.setattr(rows, "by_case", lambda fmt: {"small": ROW})
+    monkeypatch.setattr(processes, "end_with_reader", lambda: asked.append("watch"))
+    monkeypatch.setattr(launch, "prepare_all", lambda cases, jobs: asked.append(f"{cases} {jobs}"))
+    assert launch.main(["--prepare", "--jobs", "2", "small"]) == 0
+    assert asked == ["watch", "['small'] 2"]
 
 
 PRELOADED = """
@@ -260,6 +413,8 @@ def test_the_document_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert launch.main(["small", "broken", "--out", str(tmp_path / "launch.json")]) == 0
     document = json.loads((tmp_path / "launch.json").read_text())
     assert document["errors"] == {"broken": "ZeroDivisionError: division by zero"}
+    where = {name: document[name] for name in ("host", "device", "uuid")}
+    assert where == {"host": platform.node(), "device": "NVIDIA H200", "uuid": "of-a-test"}
     assert before <= document["entered"] <= document["ended"] <= time.monotonic()
     assert list(document["parts"]) == ["cuda", "context", "rows"]
     spent = sum(document["parts"].values()) + document["waited"]
@@ -298,6 +453,13 @@ def test_a_launch_that_was_killed_keeps_its_rows(tmp_path: Path) -> None:
     assert ended(tmp_path, None, **killed).collect()["errors"] == {
         ROW.case: "the launch ended with SIGKILL: it printed nothing"
     }
+
+
+def test_a_launch_of_another_tree_has_measured_nothing(tmp_path: Path) -> None:
+    """Its rows are errors, and no samples that a later run would take for good ones."""
+    document = ended(tmp_path, {"tree": "/other", "parts": {}}).collect()
+    assert document["errors"] == {ROW.case: f"fp8stack came from /other, expected {ROOT}"}
+    assert document["rows"] == {}
 
 
 def test_the_base_is_its_own_fp8stack_under_our_suites(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fp8stack import scaling
 from fp8stack.formats import Format
@@ -43,7 +43,7 @@ ROUNDED_TO = torch.bfloat16
 class GatheredWeight(torch.Tensor):
     """A weight (N,K) of which only codes (N,K), FP8, and inverse scale (), float32, are there. Says it is `dtype`.
 
-    An autograd leaf like the bf16 weight in whose place it stands. Raises TypeError where its values are asked for.
+    An autograd leaf like the bf16 weight in whose place it stands. Raises RuntimeError where its values are asked for.
     """
 
     codes: torch.Tensor
@@ -77,13 +77,13 @@ class GatheredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The same weight for ops that only pass it on, and zeros in its shape; TypeError for any other op."""
+        """The same weight for ops that only pass it on, and zeros in its shape; RuntimeError for any other op."""
         weight = args[0]
         if func in _PASSED_ON and isinstance(weight, cls):
             return cls(weight.codes, weight.inverse_scale, weight.dtype)
         if func is torch.ops.aten.zeros_like.default:  # FSDP2's gradient of a weight that a rank did not use
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-        raise TypeError(
+        raise RuntimeError(
             f"{func} asks for the values of a weight that was gathered as FP8 codes; expected an FP8 linear alone to "
             "read it; read the sharded weight instead, or switch the FP8 all-gather off"
         )
@@ -97,8 +97,8 @@ class _Shard:
 
     def __init__(self, name: str, parameter: DTensor, fmt: Format) -> None:
         self.name, self.parameter, self.fmt = name, parameter, fmt
-        self.scale, self.inverse_scale = (torch.ones((), dtype=torch.float32, device=self.local.device) for _ in "12")
-        self.computed_for = -1  # version of the parameter
+        self.scale = torch.ones((), dtype=torch.float32, device=self.local.device)
+        self.inverse_scale = torch.ones_like(self.scale)
 
     @property
     def local(self) -> torch.Tensor:
@@ -119,11 +119,6 @@ class _Shard:
                 f"weight '{self.name}' would be gathered as {mp_policy.param_dtype} without the FP8 all-gather; "
                 f"expected MixedPrecisionPolicy(param_dtype={ROUNDED_TO}); shard it so, or switch the FP8 all-gather "
                 "off"
-            )
-        if self.parameter._version != self.computed_for:
-            raise RuntimeError(
-                f"weight '{self.name}' has changed since its scale was computed; expected a scale of this step's "
-                "weights; call precompute() after each update"
             )
         codes, _ = quantize_tensorwise(self.local.to(ROUNDED_TO), self.fmt, scale=self.scale)
         missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
@@ -165,18 +160,23 @@ class Fp8AllGather:
         self.fmt, self.pow2 = fmt, pow2
         for name, weight in weights.items():
             mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-            if mesh is None or mesh.ndim != 1 or mesh != next(iter(weights.values())).device_mesh:
+            by_rows = mesh is not None and weight.placements == (Shard(0),)
+            if not by_rows or mesh != next(iter(weights.values())).device_mesh:
                 raise ValueError(
-                    f"weight '{name}' is {'not sharded' if mesh is None else f'sharded over {mesh}'}; the FP8 "
-                    "all-gather expects all weights on one mesh of one dimension; call fully_shard first, or switch it "
-                    "off"
+                    f"weight '{name}' is {'not sharded' if mesh is None else f'{weight.placements} on {mesh}'}; the "
+                    "FP8 all-gather expects the rows of all weights sharded over one mesh of one dimension; call "
+                    "fully_shard so, or switch it off"
                 )
         self.shards = [_Shard(name, weight, fmt) for name, weight in weights.items()]
         self.group = self.shards[0].parameter.device_mesh.get_group()
 
     @torch.no_grad()
     def precompute(self) -> None:
-        """The scales of all weights as they are now. Collective; before the forward pass, once an update."""
+        """The scales of all weights as they are now. Collective; before the forward pass, once an update.
+
+        Nothing notices where it was forgotten (an optimiser that is fused changes no version counter): codes then have
+        the scale of an older weight, and what has grown saturates.
+        """
         shards = self.shards
         maxima = torch.stack([scaling.amax(shard.local) for shard in shards])
         maxima = scaling.amax(maxima.to(ROUNDED_TO)[:, None], dim=1)
@@ -185,7 +185,6 @@ class Fp8AllGather:
         torch._foreach_copy_([shard.scale for shard in shards], list(scales.unbind()))
         torch._foreach_copy_([shard.inverse_scale for shard in shards], list(scaling.inverse_scale(scales).unbind()))
         for shard in shards:
-            shard.computed_for = shard.parameter._version
             # FSDP2 may have made another local tensor, as it does where it pads one.
             shard.local.fsdp_pre_all_gather = shard.fsdp_pre_all_gather
             shard.local.fsdp_post_all_gather = shard.fsdp_post_all_gather

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8stack.all_gather import GatheredWeight
 from fp8stack.models import held
 from fp8stack.parallel import World
 
@@ -31,6 +32,11 @@ class NonFiniteError(RuntimeError):
         self.step, self.module = step, module
 
 
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    """What is there of it. Of a weight gathered as FP8 codes that is the codes, all NaN where one master is."""
+    return parameter.codes.float() if isinstance(parameter, GatheredWeight) else held(parameter)
+
+
 def first_non_finite(model: nn.Module, world: World, again: Callable[[], Any]) -> tuple[str, str]:
     """(name of the module, how it is known) after `again`, a forward and backward pass of `model`. Collective."""
     found: list[tuple[int, str, str]] = []
@@ -44,7 +50,7 @@ def first_non_finite(model: nn.Module, world: World, again: Callable[[], Any]) -
             calls += 1
             tensors = value if isinstance(value, tuple) else (value,)
             if not found and any(t is not None and not torch.isfinite(t).all() for t in tensors):
-                bad = sum(int((~torch.isfinite(held(p))).sum()) for p in module.parameters())
+                bad = sum(int((~torch.isfinite(_values(p))).sum()) for p in module.parameters())
                 found.append((calls, name, f"{how}; {bad} of its weights are not finite" if bad else how))
 
         return hook

@@ -31,6 +31,8 @@ BF16 = "bf16"
 RECOMPUTE = ("none", "full", "selective")
 # Whose quantisers have a chain of plain operators (kernels/unfused.py).
 UNFUSED_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+# Whose weights can travel as FP8 codes (all_gather.py).
+FP8_ALL_GATHER_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.one_weight_scale)
 QUANTISATIONS = ("fused", "unfused")
 COMPILERS = ("none", "inductor", "aot_eager")
 _MEGABYTE = 1 << 20
@@ -85,6 +87,9 @@ class TrainConfig:
         True,
         "free a block's gathered weights after its forward pass, and gather them again for its backward pass",
         hashed=NEVER,
+    )
+    fp8_all_gather: bool = _option(
+        False, "gather weights as FP8 codes, of a recipe with one scale a weight; the same bits", hashed=NEVER
     )
     quantisation: str = _option(
         "fused",
@@ -149,6 +154,11 @@ class TrainConfig:
             raise ConfigError(
                 f"quantisation is unfused, and recipe '{self.recipe}' has kernels only; expected one of: "
                 f"{', '.join(UNFUSED_RECIPES)}; choose another --recipe or --quantisation fused"
+            )
+        if self.fp8_all_gather and self.recipe not in FP8_ALL_GATHER_RECIPES:
+            raise ConfigError(
+                f"fp8_all_gather is set and recipe '{self.recipe}' has no single scale of a weight; expected one of: "
+                f"{', '.join(FP8_ALL_GATHER_RECIPES)}; choose another --recipe or drop --fp8-all-gather"
             )
         size = model_named(self.model)
         if self.layers > size.layers:

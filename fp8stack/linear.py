@@ -42,6 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8stack import device as devices
 from fp8stack import formats
+from fp8stack.all_gather import Fp8AllGather, GatheredWeight
 from fp8stack.formats import Format
 from fp8stack.kernels import mxfp8, scaled_kernel
 from fp8stack.kernels.blockwise import quantize_blockwise
@@ -84,6 +85,8 @@ class Recipe:
 
     pow2: scales are powers of two. fast_accum: the hardware may accumulate the output with fewer bits;
     fast_accum_gradients: both gradients too. scale_mode: how the E8M0 scales of 1x32 are rounded (mxfp8.py, MODES).
+    fp8_all_gather: weights of linears come as FP8 codes out of FSDP2's all-gathers (all_gather.py); only where
+    `one_weight_scale`.
     """
 
     name: str
@@ -94,12 +97,23 @@ class Recipe:
     fast_accum: bool = True
     fast_accum_gradients: bool = False
     scale_mode: str = "rceil"
+    fp8_all_gather: bool = False
 
     def __post_init__(self) -> None:
         if self.scale_mode not in mxfp8.MODES:
             raise ValueError(
                 f"scale_mode is {self.scale_mode!r}; expected one of: {', '.join(mxfp8.MODES)}; correct the recipe"
             )
+        if self.fp8_all_gather and not self.one_weight_scale:
+            raise ValueError(
+                f"fp8_all_gather is set and recipe '{self.name}' has other scales of a weight; expected one scale of "
+                "the whole weight in every product, as tensorwise has; take that, or leave fp8_all_gather out"
+            )
+
+    @property
+    def one_weight_scale(self) -> bool:
+        """Whether both products of a weight take the same codes of it, with one scale."""
+        return self.output.right == self.grad_input.right and self.output.right.granularity == "tensor"
 
     def casts(self) -> Iterator[Cast]:
         """Those of all operands in FP8."""
@@ -297,10 +311,18 @@ class _Operand:
     """A 2-D tensor on its way into FP8 GEMMs. A tensorwise cast is done once, its codes serve both directions.
 
     both_ways: contracting will be called for both dimensions with this cast. A cast of rows then reads x once for both.
+    given: codes and inverse scale of x, where a tensorwise cast has been done already; of x only the shape counts then.
     """
 
-    def __init__(self, x: torch.Tensor, plan: Plan, backward: bool = False, both_ways: Cast | None = None) -> None:
-        self.x, self.plan, self.backward, self.both_ways = x, plan, backward, both_ways
+    def __init__(
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        backward: bool = False,
+        both_ways: Cast | None = None,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self.x, self.plan, self.backward, self.both_ways, self.given = x, plan, backward, both_ways, given
         self._tensorwise: dict[Cast, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -353,7 +375,7 @@ class _Operand:
 
     def _of_tensor(self, dim: Literal[0, 1], cast: Cast, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
         if cast not in self._tensorwise:
-            self._tensorwise[cast] = quantize_tensorwise(self.x, fmt, pow2=self.plan.recipe.pow2)
+            self._tensorwise[cast] = self.given or quantize_tensorwise(self.x, fmt, pow2=self.plan.recipe.pow2)
             self._count(self._tensorwise[cast][0], fmt)
         codes, inverse_scale = self._tensorwise[cast]
         if dim == 0:  # through bytes: copies of float8 tensors are not implemented everywhere
@@ -404,18 +426,33 @@ def _gemm(
 
 
 class _Float8LinearFunction(torch.autograd.Function):
-    """x (M,K), weight (N,K), bias (N) or None, one dtype (bf16 or fp32) -> (M,N) in that dtype."""
+    """x (M,K), weight (N,K), bias (N) or None, one dtype (bf16 or fp32) -> (M,N) in that dtype.
+
+    codes, inverse_scale: of a weight whose values are not there (all_gather.py). It may say another dtype than x, which
+    its gradient then has.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.plan = plan
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: Plan,
+        codes: torch.Tensor | None = None,
+        inverse_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        given = None if codes is None or inverse_scale is None else (codes, inverse_scale)
+        ctx.plan, ctx.weight_dtype = plan, weight.dtype
+        if given is not None:
+            weight = given[0]
+        ctx.save_for_backward(x, weight, inverse_scale)
         if x.shape[0] == 0:
             return x.new_zeros(0, weight.shape[0])
         casts = plan.recipe.output
         return _gemm(
             _Operand(x, plan).contracting(1, casts.left),
-            _Operand(weight, plan).contracting(1, casts.right),
+            _Operand(weight, plan, given=given).contracting(1, casts.right),
             casts,
             x.dtype,
             plan.recipe.fast_accum,
@@ -425,14 +462,16 @@ class _Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, inverse_scale = ctx.saved_tensors
         plan: Plan = ctx.plan
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         if x.shape[0] == 0:  # nothing to contract: torch's GEMMs refuse it, the gradient is exactly zero
             return (
                 torch.zeros_like(x),
-                torch.zeros_like(weight),
+                x.new_zeros(weight.shape, dtype=ctx.weight_dtype),
                 grad.new_zeros(weight.shape[0]) if need_bias else None,
+                None,
+                None,
                 None,
             )
 
@@ -442,12 +481,13 @@ class _Float8LinearFunction(torch.autograd.Function):
         twice = need_x and need_weight and of_weight is not None and of_x.left == of_weight.left
         grad_operand = _Operand(grad, plan, backward=True, both_ways=of_x.left if twice else None)
         fast_accum = plan.recipe.fast_accum_gradients
+        given = None if inverse_scale is None else (weight, inverse_scale)
         grad_x = grad_weight = None
         if need_x:
             casts = of_x
             grad_x = _gemm(
                 grad_operand.contracting(1, casts.left),
-                _Operand(weight, plan, backward=True).contracting(0, casts.right),
+                _Operand(weight, plan, backward=True, given=given).contracting(0, casts.right),
                 casts,
                 x.dtype,
                 fast_accum,
@@ -463,7 +503,9 @@ class _Float8LinearFunction(torch.autograd.Function):
                 x.dtype,
                 fast_accum,
             )
-        return grad_x, grad_weight, _grad_bias(grad) if need_bias else None, None
+        if grad_weight is not None:
+            grad_weight = rounded(grad_weight, ctx.weight_dtype)
+        return grad_x, grad_weight, _grad_bias(grad) if need_bias else None, None, None, None
 
 
 # Dtype of the input -> of the operands before their quantisation, and of the products.
@@ -519,10 +561,19 @@ class Float8Linear(nn.Module):
                 "cast the input"
             )
         compute = _COMPUTED_IN[dtype]
-        weight = self.weight.to(compute)
+        weight, codes, inverse_scale = self.weight, None, None
+        if isinstance(weight, GatheredWeight):
+            codes, inverse_scale = weight.codes, weight.inverse_scale
+        elif self.plan.recipe.fp8_all_gather:
+            raise ValueError(
+                f"the recipe has fp8_all_gather and the weight is a plain {weight.dtype}; expected codes that FSDP2 "
+                "gathered; call fully_shard, then precompute() of linear.fp8_all_gather(model) before each step"
+            )
+        else:
+            weight = weight.to(compute)
         bias = None if self.bias is None else self.bias.to(compute)
         rows = x.to(dtype).to(compute).reshape(-1, self.in_features)
-        y = _Float8LinearFunction.apply(rows, weight, bias, self.plan).to(dtype)
+        y = _Float8LinearFunction.apply(rows, weight, bias, self.plan, codes, inverse_scale).to(dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def runs(self) -> str:
@@ -733,6 +784,8 @@ def convert_to_float8(
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replacements[linear])
             converted.append(name)
+    if chosen.fp8_all_gather and replacements:
+        notes["(weights)"] = "those of linears are gathered as FP8 codes"
     emulated = scaled_by_bytes and detected.target.vendor != "cpu" and not scaled_kernel.scales_in_unit(plan.target)
     for kind, some in (("(linears)", replacements), ("(experts)", experts)):
         if emulated and some:
@@ -747,3 +800,29 @@ def convert_to_float8(
     return Conversion(
         chosen.name, plan.e4m3.name, plan.e5m2.name, detected.reason, tuple(converted), left, tuple(experts), notes
     )
+
+
+# ----------------------------------------------------------------------------------------------------------- all-gather
+def fp8_all_gather(model: nn.Module) -> Fp8AllGather | None:
+    """The FP8 all-gather of the linears whose recipe asks for it, or None where none does; see all_gather.py.
+
+    model: sharded with `fully_shard`, on its final device, before its first forward pass. `precompute()` of what this
+    returns belongs before the first step and after every update. Raises ValueError where the weights are not all
+    sharded over one mesh, or the linears have several formats or kinds of scale.
+    """
+    linears = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear) and module.plan.recipe.fp8_all_gather
+    }
+    if not linears:
+        return None
+    plans = [module.plan for module in linears.values()]
+    kinds = {(plan.format_of(plan.recipe.output.right), plan.recipe.pow2) for plan in plans}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the linears with fp8_all_gather have {len(kinds)} formats or kinds of scale; expected one; convert them "
+            "with one recipe"
+        )
+    [(fmt, pow2)] = kinds
+    return Fp8AllGather({name: module.weight for name, module in linears.items()}, fmt, pow2)

@@ -12,7 +12,8 @@ of NCCL (RCCL) and gloo on a GPU. At world size 1 FSDP2 communicates nothing.
 **FSDP2.** The embedding, each block, and norm with head are one unit each; the root comes last and owns nothing.
 Master weights are float32, a row-shard a rank; a unit is gathered as bf16 and its gradients are reduced, summed, in
 float32: the loss is already divided by the tokens of all ranks. The one exception: on a CPU the embedding is gathered
-as float32, because torch's CPU kernel adds the gradients of a repeated token one by one, in the weight's dtype.
+as float32, because torch's CPU kernel adds the gradients of a repeated token one by one, in the weight's dtype. Where
+asked for, weights of FP8 linears are gathered as codes instead (all_gather.py): the bits of training are the same.
 No input of a unit is cast: rotary tables are float32 on purpose.
 
 **Expert parallelism.** Of a degree N, N neighbouring ranks hold a layer's experts between them and send each other

@@ -63,7 +63,15 @@ from fp8stack.data import (
 )
 from fp8stack.formats import UnsupportedDtype
 from fp8stack.kernels import launch
-from fp8stack.linear import Conversion, Float8Linear, convert_to_float8, device_type, wide_dtype
+from fp8stack.linear import (
+    Conversion,
+    Float8Linear,
+    convert_to_float8,
+    device_type,
+    fp8_all_gather,
+    recipe_named,
+    wide_dtype,
+)
 from fp8stack.metrics import CodeCounter, GradientDigests, JsonLines, MetricsError, drain, write_whole
 from fp8stack.models import HIGH_PRECISION, Transformer, balancing_biases, held, local_runs
 from fp8stack.moe import GroupedExperts
@@ -168,9 +176,8 @@ class Trainer:
         self.counters: dict[str, CodeCounter] = {}
         self.conversion: Conversion | None = None
         if config.recipe != BF16:
-            self.conversion = convert_to_float8(
-                self.model, config.recipe, filter=HIGH_PRECISION, detected=self.detected
-            )
+            recipe = dataclasses.replace(recipe_named(config.recipe), fp8_all_gather=config.fp8_all_gather)
+            self.conversion = convert_to_float8(self.model, recipe, filter=HIGH_PRECISION, detected=self.detected)
             if config.code_counts:
                 self.counters = count_codes(self.model, self.device)
         # A dry run, which looks at every op, compiles nothing; but what is cut for it communicates and recomputes else.
@@ -183,6 +190,7 @@ class Trainer:
         with unset_fake_temporarily():
             parallel.shard(self.model, self.world, config.reshard)
         self.model.to_empty(device=self.device)
+        self.fp8_all_gather = fp8_all_gather(self.model)
         self.model.reset_routers()
         if dry:
             self.origin = "no weights"
@@ -266,6 +274,7 @@ class Trainer:
     def _step(self, step: int, batch: Batch, result: Result) -> StepRecord:
         parts = self._microbatches(batch)
         valid = self._valid_tokens(parts)
+        self._precompute()
         self.optimiser.zero_grad(set_to_none=True)
         counting = GemmCounter(self.decisions, self.compiler is not None) if step == self._counted_step else None
         with counting or nullcontext():
@@ -351,6 +360,11 @@ class Trainer:
             moments["step"].copy_(state["adam_step"])
         self.step = facts["step"]
 
+    def _precompute(self) -> None:
+        """The scales of weights that travel as FP8 codes: of what the last update, a checkpoint or a seed left."""
+        if self.fp8_all_gather is not None:
+            self.fp8_all_gather.precompute()
+
     def _microbatches(self, batch: Batch) -> list[Batch]:
         """This rank's share of a step on its device, cut into `accumulate` parts."""
         on_gpu = self.device.type == "cuda"
@@ -413,6 +427,7 @@ class Trainer:
         share = self.config.batch // self.world.size
         parts = self._microbatches(self.data.batch(0, share, self.world.rank, self.world.size))
         valid = self._valid_tokens(parts)
+        self._precompute()
         self.optimiser.zero_grad(set_to_none=True)
         self._numbers(self._gradients(parts, valid))
         self.optimiser.step()
@@ -769,6 +784,7 @@ def _write_run(file: Path, step: int, trainer: Trainer) -> None:
         "format": result.format,
         "recipe": trainer.config.recipe,
         "quantisation": trainer.config.quantisation,
+        **({"fp8_all_gather": True} if trainer.config.fp8_all_gather else {}),
         **{name: {**kept.get(name, {}), **new} for name, new in zip(KEPT, found, strict=True)},
     }
     write_whole(file, json.dumps(run, indent=1, allow_nan=False) + "\n")

@@ -445,3 +445,89 @@ def judged_curve(rank: int, config: Any) -> Any:
 
     result = run(config)
     return [(r.step, r.loss, r.grad_norm, r.saturated, r.nan) for r in result.steps], result.digests
+
+
+LINEARS = ((64, 48), (48, 80), (80, 16))  # (K, N); of five ranks the last pads the first, and has no row of the third
+
+
+def gathered_weights(rank: int, steps: int, planted: bool) -> dict[bool, list[dict[str, Any]]]:
+    """Three linears sharded with and without the FP8 all-gather: what their products read, and losses, step by step.
+
+    planted: the first weight is zero, the second has a NaN in the last row, the third an infinity in the first.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from fp8stack import linear, parallel
+    from fp8stack.device import detect
+    from fp8stack.metrics import CodeCounter
+
+    parallel.join("cpu")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    shapes = {(n, k): f"{i}.weight" for i, (k, n) in enumerate(LINEARS)}
+    shapes |= {(k, n): f"{i}.weight, turned" for i, (k, n) in enumerate(LINEARS)}
+    genuine = linear._gemm
+    answer = {}
+    for flag in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(k, n, bias=False) for k, n in LINEARS))
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.normal_(std=0.2, generator=generator)
+            if planted:
+                model[0].weight.zero_()
+                model[1].weight[-1, -1] = math.nan
+                model[2].weight[0, 0] = math.inf
+        counter = CodeCounter()
+        recipe = dataclasses.replace(linear.RECIPES["tensorwise"], fp8_all_gather=flag)
+        linear.convert_to_float8(model, recipe, detected=detect(torch.device("cpu")), counter=counter)
+        for layer in model:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        gather = linear.fp8_all_gather(model)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
+
+        def watched(left: Any, right: Any, *rest: Any, seen: Any = seen) -> Any:
+            codes, inverse_scale = right
+            name = shapes.get(tuple(codes.shape))
+            if name is not None:  # else it is no weight
+                metadata = f"{codes.dtype}, {tuple(inverse_scale.shape)}, {inverse_scale.stride()}"
+                seen.append((name, metadata, codes.view(torch.uint8).clone(), inverse_scale.view(torch.int32).clone()))
+            return genuine(left, right, *rest)
+
+        linear._gemm = watched
+        answer[flag] = []
+        for _ in range(steps):
+            seen.clear()
+            if gather is not None:
+                gather.precompute()
+            x = torch.randn(32, LINEARS[0][0], generator=generator).bfloat16()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            gradients = {
+                name: (p.grad.dtype, p.grad.full_tensor().view(torch.int32)) for name, p in model.named_parameters()
+            }
+            optimiser.step()
+            optimiser.zero_grad()
+            answer[flag].append(
+                {
+                    "reads": [(name, told, *(t.tolist() for t in tensors)) for name, told, *tensors in seen],
+                    "loss": loss.detach().view(torch.int32).item(),
+                    "gradients": {name: (str(dtype), bits.tolist()) for name, (dtype, bits) in gradients.items()},
+                    "counts": counter.take(),
+                    "rows": [parameter.to_local().shape[0] for parameter in model.parameters()],
+                }
+            )
+        names = [(name, type(t.to_local()), t.dtype) for name, t in model.state_dict().items()]
+        assert names == [(f"{i}.weight", torch.Tensor, torch.float32) for i in range(3)], names
+    linear._gemm = genuine
+    dist.barrier()
+    return answer
+
+
+def trained_both_ways(rank: int, config: Any) -> list[Any]:
+    """As judged_curve, without and with the FP8 all-gather."""
+    return [judged_curve(rank, dataclasses.replace(config, fp8_all_gather=flag)) for flag in (False, True)]

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[TrainConfig, int, str]] = {
     "selective": (dataclasses.replace(FP8, recompute="selective"), 2, "cuda"),
     "longer": (dataclasses.replace(EXPERTS, expert_parallel=2, layers=4), 4, "cpu"),
     "cut": (dataclasses.replace(EXPERTS, expert_parallel=2, recompute="full", compile="aot_eager"), 2, "cpu"),
+    "codes": (dataclasses.replace(SHORT, recipe="tensorwise", fp8_all_gather=True, accumulate=2), 2, "cpu"),
+    "values": (dataclasses.replace(SHORT, recipe="tensorwise", accumulate=2), 2, "cpu"),
     "kept": (dataclasses.replace(SHORT, reshard=False), 2, "cpu"),
     "kept experts": (
         dataclasses.replace(EXPERTS, expert_parallel=2, reshard=False, accumulate=2, recompute="full"),
@@ -49,7 +51,14 @@ def dry() -> dict[str, tuple[dict[Any, tuple[int, int]], dict[str, int], dict[st
     return dict(zip(CASES, answers, strict=True))
 
 
-@pytest.mark.parametrize("name", [pytest.param("two", id="2-ranks-bf16"), pytest.param("four", id="4-ranks-rowwise")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("two", id="2-ranks-bf16"),
+        pytest.param("four", id="4-ranks-rowwise"),
+        pytest.param("codes", id="2-ranks-fp8-all-gather"),
+    ],
+)
 def test_collectives_are_those_of_real_ranks(name: str, dry: dict[str, Any]) -> None:
     """Counts, bytes and group sizes equal those of a real gloo run, on every rank."""
     config, size, _ = CASES[name]
@@ -115,6 +124,19 @@ def test_weights_that_stay_gathered(name: str, dry: dict[str, Any]) -> None:
         assert {key: n for key, n in fewer.items() if key != gathers} == {
             key: n for key, n in more.items() if key != gathers
         }
+
+
+def test_bytes_of_the_fp8_all_gather(dry: dict[str, Any]) -> None:
+    """Weights of linears in blocks travel as one byte an element and not two, and a step has one all-reduce more."""
+    config = CASES["codes"][0]
+    codes, values = (dry[name][0] for name in ("codes", "values"))
+    gathers = 2 * config.accumulate  # of a block, for its forward and for its backward pass
+    elements = config.layers * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 352 * 128)
+    (count, volume), (same, more) = codes["all-gather", 2], values["all-gather", 2]
+    assert (count, more - volume) == (same, gathers * elements)
+    (count, volume), (fewer, less) = codes["all-reduce", 2], values["all-reduce", 2]
+    assert (count - fewer, volume - less) == (1, 4 * 7 * config.layers)
+    assert codes["reduce-scatter", 2] == values["reduce-scatter", 2]
 
 
 def test_sizes_of_experts_by_hand(dry: dict[str, Any]) -> None:

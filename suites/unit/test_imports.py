@@ -119,6 +119,7 @@ FP8STACK: dict[str, int] = {
     "formats": 2,
     "scaling": 3,
     "kernels": 4,
+    "all_gather": 5,
     "linear": 5,
     "moe": 5,
     "models": 6,
@@ -137,6 +138,7 @@ LAYERS = {"harness": HARNESS, "fp8stack": FP8STACK}
 # Pairs of equal rank, importer first, with the reason.
 BESIDE: dict[tuple[str, str], str] = {
     ("ledger", "manifest"): "a waiver names a test by its id, whose grammar is the manifest's",
+    ("linear", "all_gather"): "a linear takes a weight that was gathered as codes",
     ("moe", "linear"): "experts are converted and rounded as linears are",
 }
 

@@ -100,9 +100,10 @@ def test_hash_covers_numerics_only(tmp_path: Path) -> None:
         "nudge": 3, "device": "auto", "recompute": "full", "workers": 2, "digests": False, "code_counts": False,
         "quantisation": "unfused", "reshard": False,
     }  # fmt: skip
-    assert fields[NEVER] == {*elsewhere, "expert_parallel"}
+    assert fields[NEVER] == {*elsewhere, "expert_parallel", "fp8_all_gather"}
     assert SHORT.hash == short(**elsewhere).hash
     assert short(model="dsv3-tiny").hash == short(model="dsv3-tiny", expert_parallel=2).hash
+    assert short(recipe="tensorwise").hash == short(recipe="tensorwise", fp8_all_gather=True).hash
 
 
 def test_hash_of_recorded_curves() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fp8stack import train
+from fp8stack.linear import Recipe
 from suites.perf import trainer
 from suites.perf.trainer import Run
 
@@ -73,8 +74,8 @@ def test_a_failed_run_takes_nothing_with_it(
     """The others are trained and written, the failed one is named, and the exit code is 1."""
     genuine = train.convert_to_float8
 
-    def broken(model: torch.nn.Module, recipe: str, **rest: Any) -> Any:
-        if recipe == "rowwise":
+    def broken(model: torch.nn.Module, recipe: Recipe, **rest: Any) -> Any:
+        if recipe.name == "rowwise":
             raise RuntimeError("out of memory")
         return genuine(model, recipe, **rest)
 

@@ -110,7 +110,7 @@ def _masks(table: CodeTable) -> torch.Tensor:
 
 
 PIECE = 1 << 20
-"""Elements of a gradient that are digested at once: on a CPU a larger piece takes three times as long an element."""
+"""Elements of a gradient that are digested at once; what a piece needs beside it is a few dozen bytes an element."""
 
 
 class GradientDigests:

@@ -59,6 +59,7 @@ from suites.perf import kernels
 SECONDS_FOR_RANK_0 = 3.0
 PROFILED = 3  # steps that are traced, after one for the tracer itself
 MEMORY_BAND = 0.02
+FP8_ALL_GATHER = "fp8-all-gather"
 # What a variant's loss and gradient norm of the first step may differ by: both have seen the same weights and tokens.
 # Formats move them by less than 0.002 and 0.03 (tiny models); a pass that does not reach its layers moves the norm far.
 LOSS_BAND, NORM_BAND = 0.01, 0.1
@@ -99,14 +100,26 @@ PUBLISHED_BACKWARD = "4.2x: backward pass of the experts of DeepSeek-MoE-16B, 8 
 # ---------------------------------------------------------------------------------------------------------------- a run
 @dataclass(frozen=True)
 class Variant:
-    """A recipe, and whether its quantisers are kernels or chains of plain operators."""
+    """A recipe and how it runs: `fused`, its quantisers are kernels; `unfused`, chains of plain operators;
+    `fp8-all-gather`, kernels, and weights are gathered as FP8 codes.
+    """
 
     recipe: str
-    quantisation: str = "fused"
+    how: str = "fused"
 
     @property
     def name(self) -> str:
-        return self.recipe if self.quantisation == "fused" else f"{self.recipe}:{self.quantisation}"
+        return self.recipe if self.how == "fused" else f"{self.recipe}:{self.how}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of TrainConfig."""
+        gathered = self.how == FP8_ALL_GATHER
+        return {
+            "recipe": self.recipe,
+            "quantisation": "fused" if gathered else self.how,
+            "fp8_all_gather": gathered,
+        }
 
 
 @dataclass
@@ -467,7 +480,7 @@ def compare_traces(out: Path, traced: dict[str, profile.Kernels]) -> str | None:
 
 # -------------------------------------------------------------------------------------------------------------- command
 def variants(text: str) -> list[Variant]:
-    """RECIPE or RECIPE:fused or RECIPE:unfused, comma between them; what exists TrainConfig knows."""
+    """RECIPE or RECIPE:fused, :unfused, :fp8-all-gather, comma between them; what exists TrainConfig knows."""
     found = [Variant(*entry.split(":", 1)) for entry in text.split(",")]
     if len(set(found)) != len(found):
         raise argparse.ArgumentTypeError(f"{text} names one twice; the first one comes again by itself, --rounds more")
@@ -484,7 +497,8 @@ def _parser() -> argparse.ArgumentParser:
         "--recipes",
         type=variants,
         default=variants("bf16,rowwise_with_gw_hp,rowwise,tensorwise"),
-        metavar="RECIPE[:unfused],...",
+        metavar="RECIPE[:HOW],...",
+        help="HOW: fused, unfused or fp8-all-gather (default: bf16 and three recipes, fused)",
     )
     parser.add_argument("--steps", type=int, default=40, help="of a run, before the traced ones (default: 40)")
     parser.add_argument("--warmup", type=int, default=10, help="how many of them are not timed (default: 10)")
@@ -515,8 +529,7 @@ def configurations(options: argparse.Namespace, ranks: int) -> list[tuple[Varian
             variant,
             TrainConfig(
                 model=options.model,
-                recipe=variant.recipe,
-                quantisation=variant.quantisation,
+                **variant.fields,
                 layers=options.layers,
                 experts=options.experts,
                 dense_layers=options.dense_layers,

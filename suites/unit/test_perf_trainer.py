@@ -68,6 +68,17 @@ def test_three_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "<table>" in (tmp_path / "compare.html").read_text()
 
 
+def test_weights_gathered_as_codes(tmp_path: Path) -> None:
+    """The same recipe with the FP8 all-gather is a variant beside the one without: other kernels, the same losses."""
+    recipes = ["--recipes", "tensorwise,tensorwise:fp8-all-gather"]
+    assert trainer.main([*TINY, *recipes, "--out", str(tmp_path)]) == 0
+    runs = json.loads((tmp_path / "trainer.json").read_text())["runs"]
+    assert [run["variant"] for run in runs] == ["tensorwise", "tensorwise:fp8-all-gather", "tensorwise"]
+    assert runs[0]["loss"] == runs[1]["loss"]
+    quantised = [run["kernels"]["quantisation"]["launches"] for run in runs]
+    assert quantised[1] < quantised[0] == quantised[2]
+
+
 def test_a_failed_run_takes_nothing_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

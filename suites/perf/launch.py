@@ -103,6 +103,7 @@ def timed(row: rows.Row, where: torch.device, warm_up: float = timing.WARM_UP_SE
 
 def counted(row: rows.Row, where: torch.device) -> dict[str, Any]:
     """Kernels and host synchronisations of one warm call."""
+    torch._dynamo.reset()
     call = row.make(where).candidate.calls[0]
     return {"counts": count(call, where)}
 

@@ -7,8 +7,8 @@
     trainer      a step of fp8stack.train on one GPU; reference: the same in bf16; probe: a dense bf16 GEMM
 
 A row is (op, case, format, arch) and its case id names the test, the file of samples and the baseline row. `make` does
-all that takes memory, so that a launch holds one row at a time. Counts and compile time are rows of one kernel shape an
-op: they do not depend on the size.
+all that takes memory, so that a launch holds one row at a time. Counts and compile time are rows of one size of an op:
+they do not depend on it.
 
 Not here: timing (timing.py), launches (launch.py), verdicts (harness/speed.py).
 """
@@ -202,11 +202,13 @@ def rows(fmt: str) -> Sequence[Row]:
 
 
 def first_of_each_op(fmt: str) -> Sequence[Row]:
-    """One row a kernel's op: what is counted and compiled once."""
-    found: dict[str, kernels.Row] = {}
-    for row in kernels.ROWS:
-        found.setdefault(row.op, row)
-    return tuple(of_kernel(row, fmt) for row in found.values())
+    """One row of each kernel's op, of each grouped product, and of each recipe of a layer: what is counted and compiled
+    once. A trainer is not among them: its step reads the loss, so that the host waits.
+    """
+    found: dict[tuple[object, ...], Row] = {}
+    for row in rows(fmt):
+        found.setdefault((row.op, row.config.get("gemm"), row.config.get("recipe")), row)
+    return tuple(found.values())
 
 
 def by_case(fmt: str) -> Mapping[str, Row]:

@@ -28,7 +28,7 @@ import torch
 from fp8stack.moe import Routing
 from harness.executor import Ended
 from harness.samples import Launch, PerfRun
-from suites.perf import clocks, kernels, launch, moe, processes, rows, test_speed, timing
+from suites.perf import clocks, grouped_gemm, kernels, launch, moe, processes, rows, test_speed, timing
 from suites.unit import built_samples as built
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,13 @@ def test_rows_are_named_once() -> None:
             "trainer",
         } - {"rowwise"}
         assert all(row.case.isascii() and f"-{fmt}" in row.case and len(row.case) <= 80 for row in table)
-        assert {row.case for row in rows.first_of_each_op(fmt)} <= rows.by_case(fmt).keys()
+        counted = rows.first_of_each_op(fmt)
+        assert {row.case for row in counted} <= rows.by_case(fmt).keys()
+        assert {row.op for row in counted} == {row.op for row in rows.rows(fmt)}
+        kinds = [row.case.split(f"-{fmt}")[0] for row in counted]
+        assert len(set(kinds)) == len(kinds)
+        assert {f"grouped_gemm-{gemm}" for gemm in grouped_gemm.GEMMS} < set(kinds)
+        assert {"linear-rowwise", "linear-rowwise_with_gw_hp", "moe-dsv3-rowwise"} < set(kinds)
 
 
 class Fake:

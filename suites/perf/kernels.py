@@ -20,7 +20,6 @@ import importlib.util
 import json
 import math
 import multiprocessing
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ from fp8stack.kernels import (
     rowwise_grouped,
     tensorwise,
 )
+from harness.run import checkout_state
 from suites.perf import timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -479,9 +479,11 @@ def provenance(where: torch.device, found: device.Detected) -> dict[str, object]
     if torch.version.hip is None and where.type == "cuda":
         query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,mig.mode.current"
         smi = line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={where.index or 0}")
+    commit, dirty = checkout_state(ROOT)
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": line("git", "rev-parse", "HEAD") or os.environ.get("GITHUB_SHA"),
+        "commit": commit,
+        "dirty": dirty,
         "device_name": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
         "arch": found.arch.name,
         "target": found.target.name,

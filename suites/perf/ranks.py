@@ -22,7 +22,6 @@ and "done" for speed is only what a GPU has timed.
 from __future__ import annotations
 
 import datetime
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ import torch
 
 from fp8stack import device
 from fp8stack.command import show
+from harness.run import checkout_state
 from suites.perf import kernels, static, sweep
 
 KEPT = 10  # rows a size class in the file, and configurations that are compiled at every shape
@@ -154,14 +154,11 @@ def rank_class(op: str, shapes: list[sweep.Shape], arch: device.Arch, most: int,
 
 
 def _provenance(arch: device.Arch, triton: str) -> dict[str, object]:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(("git", *arguments), cwd=static.ROOT, check=False, capture_output=True, text=True)
-        return done.stdout.strip()
-
+    commit, dirty = checkout_state(static.ROOT)
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD") or None,
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit,
+        "dirty": dirty,
         "arch": arch.name,
         "torch": torch.__version__,
         "triton": triton,

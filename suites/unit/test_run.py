@@ -431,6 +431,26 @@ def test_a_dirty_checkout_stays_dirty(name: str, dirty: bool, tmp_path: Path, mo
     assert run.checkout_state(root, (tmp_path / "link/out",)) == (sha, dirty)
 
 
+def test_the_commit_of_an_enclosing_repository_is_not_the_copys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy without .git, in a folder that another repository ignores or has not added, is outside git: GITHUB_SHA
+    names its commit. A checkout that is a committed folder of a larger repository is that repository's.
+    """
+    outer = checkout(tmp_path / "outer")
+    (outer / ".gitignore").write_text("/copy/\n", encoding="ascii")
+    inner = checkout(outer / "inner")
+    commit(outer)
+    sha, dirty = run.checkout_state(inner)
+    assert (len(str(sha)), dirty) == (40, False)
+    for name in ("copy", "added-by-nobody"):
+        monkeypatch.setenv("GITHUB_SHA", "f" * 40)
+        copy = checkout(outer / name)
+        assert run.checkout_state(copy) == ("f" * 40, None)
+        monkeypatch.delenv("GITHUB_SHA")
+        assert run.checkout_state(copy) == (None, None)
+
+
 def test_a_run_that_never_was_leaves_no_folder(tmp_path: Path) -> None:
     """Nor the folders that were made to hold it; one that was there before stays, empty or not."""
     root = checkout(tmp_path)

@@ -520,7 +520,8 @@ def checkout_state(root: Path, evidence: Sequence[Path] = ()) -> tuple[str | Non
     """(commit, whether the tree differs from it). Outside git the commit is GITHUB_SHA, or None, and so the second.
 
     A copy that lies in the working tree of something else, where git knows no file of it, is outside git: that commit
-    is not its own. What a run writes into its evidence folder is no difference while git does not know it. What else lies there is one.
+    is not its own. What a run writes into its evidence folder is no difference while git does not know it. What else
+    lies there is one.
     """
 
     def ask(*arguments: str) -> str | None:

@@ -113,7 +113,7 @@ _ROWS = (
     _gpu("mi355x", "amd", "gfx950", r"AMD Instinct MI355X( OAM)?( VF)?"),
     # The SXM modules only: PCIe and NVL boards have other clocks and memory, so they need rows of their own.
     _gpu("h100", "nvidia", "sm_90", r"NVIDIA H100 80GB HBM3", speed=False),
-    _gpu("h200", "nvidia", "sm_90", r"NVIDIA H200", calibrated=("loss",)),
+    _gpu("h200", "nvidia", "sm_90", r"NVIDIA H200", calibrated=("loss", "perf")),
     _gpu("b200", "nvidia", "sm_100", r"NVIDIA B200", speed=False),
     Platform(
         "cpu",

@@ -57,7 +57,7 @@ class SpeedJudge:
             return Comparison(Verdict.DISAGREE, swapped)
         runs, stale = self._runs(test_id, now)
         found = speed.judge(now, runs, self.missing)
-        if stale and VERDICTS[found.verdict].exit_code == 0:
+        if stale and (VERDICTS[found.verdict].exit_code == 0 or found.verdict is self.missing):
             return Comparison(**{**vars(found), "verdict": Verdict.STALE_BASELINE, "message": stale})
         if found.verdict is self.missing and not now.of("base"):
             where = f"no row in {self.name}" if self.baseline else f"{self.name} does not exist"

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import pytest
 
+from harness import platforms
 from harness.baselines import Provenance
 from harness.samples import Launch, PerfRun, Samples
 
@@ -26,6 +28,12 @@ WORK, PROBE_WORK = 32768 * 7168 * 3, 2 << 30
 WITHIN, LAUNCH, NODE, ROW = 0.01, 0.015, 0.04, 0.015
 OUTLIERS, OUTLIER = 0.03, 1.5
 BLOCKS = 10
+
+
+def uncalibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends, the platform of these samples is calibrated for nothing."""
+    rows = {**platforms.PLATFORMS, "h200": replace(platforms.PLATFORMS["h200"], calibrated=())}
+    monkeypatch.setattr("harness.platforms.PLATFORMS", rows)
 
 
 @dataclass

@@ -63,7 +63,7 @@ def test_what_platforms_gate() -> None:
     assert cpu.calibrated == ("codegen", "loss")
     assert cpu.codegen_archs == ("gfx942", "gfx950", "sm_90")
     calibrated = {row.id: row.calibrated for row in platforms.PLATFORMS.values() if row.calibrated and row is not cpu}
-    assert calibrated == {"h200": ("loss",)}
+    assert calibrated == {"h200": ("loss", "perf")}
     assert set(cpu.baseline_files) == {
         "cpu/manifest.txt",
         "cpu/loss.json",

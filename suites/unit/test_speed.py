@@ -365,23 +365,29 @@ def test_compile_time(now: float, before: float | None, expected: Verdict) -> No
 # Which runs judge a row --------------------------------------------------------------------------------------------
 
 
-def judge_of(folder: Path, rows: list[PerfRun] | None, device: str = built.DEVICE) -> speedgate.SpeedJudge:
-    """The judge of a run on an H200."""
+def judge_of(
+    folder: Path, rows: list[PerfRun] | None, device: str = built.DEVICE, platform: platforms.Platform | None = None
+) -> speedgate.SpeedJudge:
+    """The judge of a run on an H200, which is calibrated, or on another platform."""
     if rows is not None:
         (folder / "h200").mkdir(exist_ok=True)
         (folder / "h200" / samples.PERF_FILE).write_text(samples.encode("h200", rows))
     run = {"capabilities": {"device_name": device}, "versions": {"torch": "2.13.0"}}
-    return speedgate.SpeedJudge(platforms.get("h200"), folder, run)
+    return speedgate.SpeedJudge(platform or platforms.get("h200"), folder, run)
 
 
 PROPERTIES = {"samples_file": f"samples/{built.CASE}.json", "format": "e4m3fn", "op": "rowwise"}
 
 
-def test_without_a_baseline_a_row_is_uncalibrated(tmp_path: Path) -> None:
-    """No file and no base: listed, never a pass, and the command that calibrates is named."""
-    found = judge_of(tmp_path, None).judge(built.TEST, PROPERTIES, built.run(draw()))
-    assert found.verdict is Verdict.UNCALIBRATED
-    assert "fp8ci baseline calibrate --platform h200" in found.message
+@pytest.mark.parametrize(
+    ("platform", "expected"), [("h200", Verdict.NO_BASELINE), ("mi300x", Verdict.UNCALIBRATED)], ids=["h200", "mi300x"]
+)
+def test_without_a_baseline(platform: str, expected: Verdict, tmp_path: Path) -> None:
+    """No file and no base: never a pass, red on a calibrated platform; the command that makes it is named."""
+    judge = judge_of(tmp_path, None, platform=platforms.get(platform))
+    found = judge.judge(built.TEST, PROPERTIES, built.run(draw()))
+    assert found.verdict is expected
+    assert f"fp8ci baseline calibrate --platform {platform}" in found.message
 
 
 def test_a_renamed_row(tmp_path: Path) -> None:
@@ -390,7 +396,7 @@ def test_a_renamed_row(tmp_path: Path) -> None:
     renamed = built.TEST.replace("rowwise", "by-row")
     now = built.run(draw(), case=built.CASE.replace("rowwise", "by-row"))
     found = judge.judge(renamed, {"samples_file": "x"}, now)
-    assert found.verdict is Verdict.UNCALIBRATED
+    assert found.verdict is Verdict.NO_BASELINE
     assert judge.rows == [(built.TEST, f"speed of {built.CASE}")]
 
 
@@ -436,7 +442,7 @@ def test_published_figures_never_gate(tmp_path: Path) -> None:
     (tmp_path / "h200" / samples.PUBLISHED_FILE).write_text(json.dumps(file))
     now = built.run(draw())
     judge = judge_of(tmp_path, None)
-    assert judge.judge(built.TEST, PROPERTIES, now).verdict is Verdict.UNCALIBRATED
+    assert judge.judge(built.TEST, PROPERTIES, now).verdict is Verdict.NO_BASELINE
     assert judge_of(tmp_path, runs()).judge(built.TEST, PROPERTIES, now).verdict is Verdict.PASS
     assert "never a limit" in judge.targets(now)[0]
 
@@ -547,9 +553,12 @@ def test_the_gate_passes_a_row_as_recorded(tmp_path: Path) -> None:
     assert (of(judgement).verdict, judgement.exit_code) == (Verdict.PASS, 0)
 
 
-def test_the_gate_without_a_baseline(tmp_path: Path) -> None:
-    """UNCALIBRATED, exit 0, and skipped in JUnit: never called a pass."""
-    judgement = gate.judge(evidence(tmp_path, built.run(draw()), None))
+def test_the_gate_without_a_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NO_BASELINE and exit 5 where the platform is calibrated; elsewhere UNCALIBRATED, skipped in JUnit, no pass."""
+    judgement = gate.judge(evidence(tmp_path / "calibrated", built.run(draw()), None))
+    assert (of(judgement).verdict, of(judgement).junit, judgement.exit_code) == (Verdict.NO_BASELINE, "error", 5)
+    built.uncalibrate(monkeypatch)
+    judgement = gate.judge(evidence(tmp_path / "not", built.run(draw()), None))
     assert (of(judgement).verdict, of(judgement).junit, judgement.exit_code) == (Verdict.UNCALIBRATED, "skipped", 0)
 
 

@@ -270,8 +270,9 @@ def test_two_sessions_of_one_second(tmp_path: Path, capsys: pytest.CaptureFixtur
 OTHER_TEST = built.TEST.replace("m32768", "m16640")
 
 
-def test_a_platform_without_recorded_speed(tmp_path: Path) -> None:
+def test_a_platform_without_recorded_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """UNCALIBRATED, rows and manifest alike: exit 0, and nowhere a pass. Other suites are asked for no row of speed."""
+    built.uncalibrate(monkeypatch)
     numerics = "numerics/test_a::test_a[x]"
     judgement = gate.judge(evidence(tmp_path / "a", built.run(random.Random(1)), manifest=[numerics]))
     assert {result.verdict for result in judgement.results} == {Verdict.UNCALIBRATED}
@@ -391,6 +392,7 @@ def test_the_runs_of_a_calibration(
     out: str, committed: Path, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None makes the next one's checkout dirty; `gate` and `history` take what `evidence/*` then is."""
+    built.uncalibrate(monkeypatch)
     monkeypatch.chdir(committed)
     command = ["baseline", "calibrate", "--platform", "h200", "--runs", "2", "--root", str(committed)]
     assert cli.main([*command, *(["--out", out] if out else [])]) == 0

@@ -94,6 +94,10 @@ class Launched:
             row, "time" if kind in TIMED else kind, self.done.get(kind, {}).get(row.case, []), self.resolution_ns
         )
 
+    def _timed(self, case: str) -> list[PerfRun]:
+        """Recorded runs of a row's time: those of its counts and of its compile time have the same case."""
+        return [run for run in self.recorded(case) if run.samples.kind == "time"]
+
     def _launch(self, kind: str) -> None:
         self.done[kind] = {}
         count = int(os.environ.get(LAUNCHES_VARIABLE, speed.LEAST_LAUNCHES))
@@ -109,7 +113,7 @@ class Launched:
         if kind in TIMED:
             by_case = rows.by_case(FORMAT)
             known = [case for case in self.cases[kind] if case in self.done[kind] and (kind, case) not in self.errors]
-            again = [case for case in known if speed.suspected(self.samples(kind, by_case[case]), self.recorded(case))]
+            again = [case for case in known if speed.suspected(self.samples(kind, by_case[case]), self._timed(case))]
             if again:
                 self._stage(kind, again, 2, count)
 

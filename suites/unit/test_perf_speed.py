@@ -120,6 +120,21 @@ def test_a_suspected_row_is_launched_again(second: float) -> None:
     assert [one.stage for one in found.of("candidate")] == [1, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.parametrize(("slower", "calls"), [(1.0, 3), (1.3, 6)], ids=["as-recorded", "slower"])
+def test_what_is_suspected_by_its_time(slower: float, calls: int) -> None:
+    """Counts and compile times are recorded of the same case, and hold no times."""
+    times = recorded()
+    fields = {"candidate": [], "reference": [], "probe": [], "throttled": []}
+    bare = [msgspec.structs.replace(one, **fields) for one in times[0].samples.launches]
+    others = [
+        msgspec.structs.replace(times[0], samples=msgspec.structs.replace(times[0].samples, kind=kind, launches=bare))
+        for kind in ("counts", "compile")
+    ]
+    fake = Fake(slower)
+    launched(fake, [*others, *times]).of("time", ROW)
+    assert len(fake.calls) == calls
+
+
 def test_pairs_with_a_base_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a base, launches are ours, base; base, ours; ours, base: neither is always the first."""
     monkeypatch.setenv(test_speed.AGAINST_VARIABLE, "/base")

@@ -19,7 +19,9 @@ import msgspec
 import pytest
 import torch
 
-from harness import manifest, platforms
+from harness import manifest, platforms, speed
+from harness.errors import Verdict
+from harness.samples import Launch
 from suites.perf import processes, prove, rows, sweep
 from suites.unit import built_samples as built
 
@@ -619,3 +621,52 @@ def test_copies_that_are_worse(tmp_path: Path) -> None:
 def test_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prove.main(["--out", str(tmp_path)]) == 4
     assert "no GPU is visible" in capsys.readouterr().err
+
+
+RECORDED = processes.ROOT / "baselines" / "h200" / "prove.json"
+"""Launches of an H200: of this product, of slower kernels, beside a copy loop, and counts."""
+
+
+def recorded(kind: str, part: str) -> prove.Measured:
+    """One part of that file, as launches of this process would have left it."""
+    document = json.loads(RECORDED.read_text(encoding="utf-8"))
+    measured = prove.Measured(prove.chosen("e4m3fn"), kind)
+    measured.of = msgspec.convert(
+        {
+            side: {case: [{**one, "number": n} for n, one in enumerate(some, 1)] for case, some in cases.items()}
+            for side, cases in document[part].items()
+        },
+        dict[str, dict[str, list[Launch]]],
+    )
+    measured.seconds, measured.resolution_ns = document["seconds_a_launch"], document["resolution_ns"]
+    return measured
+
+
+def test_the_recorded_proof(tmp_path: Path) -> None:
+    """Of twelve launches of each side, judged anew: ten tries of the same commit give no REGRESSION, all ten of each
+    kernel with a launch configuration that is 10 to 15 % slower do, as recorded runs and as pairs.
+    """
+    assert prove.judge_times(tmp_path, recorded("time", "launches")) == []
+    for side, verdict, count in (("same", "PASS", 6), ("slower", "REGRESSION", 5)):
+        told = json.loads((tmp_path / f"{side}.json").read_text(encoding="utf-8"))
+        assert len(told) == count
+        for case, found in told.items():
+            for how in ("recorded", "pairs"):
+                assert [one["verdict"] for one in found[how]] == [verdict] * prove.TRIES, (side, case, how)
+
+
+def test_the_recorded_copy_loop() -> None:
+    """A neighbour that copies makes every row INCONCLUSIVE by its probe, not one a REGRESSION."""
+    measured = recorded("time", "beside_a_copy_loop")
+    assert len(measured.of["probe"]) == 6
+    for case, launched in measured.of["probe"].items():
+        found = speed.judge(measured.samples(case, prove.numbered(launched)), prove._runs(measured, case))
+        assert (found.verdict, found.cause) == (Verdict.INCONCLUSIVE, "probe"), case
+
+
+def test_the_recorded_wait() -> None:
+    """One host synchronisation more than a row allows is a REGRESSION by its count, without a time."""
+    measured = recorded("counts", "counts")
+    (case,) = measured.of["sync"]
+    verdicts = [speed.judge(measured.samples(case, measured.of[side][case])).verdict for side in ("same", "sync")]
+    assert verdicts == [Verdict.UNCALIBRATED, Verdict.REGRESSION]

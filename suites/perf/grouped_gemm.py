@@ -16,10 +16,8 @@ Exit codes: 0 timed, 1 a wrong result or a red case, 2 usage, 4 no GPU.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import math
-import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,7 @@ from fp8stack import device, formats
 from fp8stack.command import show
 from fp8stack.kernels import colwise, experts, grouped_gemm, grouped_kernel, groups, rowwise
 from fp8stack.kernels.grouped_kernel import GroupedConfig
-from suites.perf import kernels, timing
+from suites.perf import kernels, processes, timing
 
 Shape = tuple[int, int, int, int]  # E, M, K, N
 GEMMS = ("forward", "grad_input", "grad_weight")
@@ -303,7 +301,7 @@ def sweep_gemm(
         every.insert(0, table)
     if jobs > 1:
         parts = [(shape, gemm, kind, alignment, fmt, every[n::jobs]) for n in range(jobs)]
-        with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        with processes.pool(jobs) as pool:
             list(pool.map(_compile, *zip(*parts, strict=True)))
     generator = torch.Generator(device=where).manual_seed(kernels.SEED)
     first = operands(shape, gemm, fmt, generator, alignment)

@@ -13,13 +13,11 @@ numerics case, 2 usage, 4 no GPU.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import datetime
 import importlib
 import importlib.util
 import json
 import math
-import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +41,7 @@ from fp8stack.kernels import (
     tensorwise,
 )
 from harness.run import checkout_state
-from suites.perf import timing
+from suites.perf import processes, timing
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20_250
@@ -543,7 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fmt = options.format or found.arch.e4m3
     asked = [row for row in ROWS if row.op in ops]
     if options.jobs > 1:  # chains and peers of a row take longer to compile than to time
-        with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        with processes.pool(options.jobs) as pool:
             list(pool.map(_compile, asked, [fmt] * len(asked)))
     rows: list[dict[str, object]] = []
     for row in asked:

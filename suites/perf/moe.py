@@ -26,12 +26,10 @@ red numerics case, or with `--gate` a row beyond its bar; 2 usage; 4 no GPU.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import gc
 import importlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -59,7 +57,7 @@ from fp8stack.kernels import (
 )
 from fp8stack.kernels.grouped_gemm import CHECK, preferred_alignment
 from fp8stack.kernels.together import Together
-from suites.perf import kernels, timing
+from suites.perf import kernels, processes, timing
 
 Shape = tuple[int, int, int, int]  # E, M, K, N
 Quantised = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]  # rows, columns, weights
@@ -920,7 +918,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for count in [shares.get(part.section, 1)]
             for n in range(count)
         ]
-        with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        with processes.pool(options.jobs) as pool:
             list(pool.map(compile_part, order, [options.recipe] * len(order)))
     rows: list[Row] = []
     for part in work:

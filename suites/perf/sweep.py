@@ -13,10 +13,8 @@ Without a GPU, `--static ARCH` ranks the same space by the machine code that the
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import math
-import multiprocessing
 import random
 import re
 import sys
@@ -42,7 +40,7 @@ from fp8stack.kernels import (
     tensorwise,
 )
 from harness.isa import occupancy
-from suites.perf import kernels, timing
+from suites.perf import kernels, processes, timing
 
 MAX_ELEMENTS_A_THREAD = 128  # held as loaded, two bf16 a register; beyond it an sm_90 thread (255 registers) spills
 MIN_ELEMENTS_A_CHUNK = 16  # of a thread: below it no thread can issue one 16-byte store of codes
@@ -517,7 +515,7 @@ def sweep_shape(
     moved = kernels.OPS[op].bytes_moved(kernels.Row(op, shape, torch.bfloat16, None, None))
     target = found.target.name
     if jobs > 1:
-        with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        with processes.pool(jobs) as pool:
             list(
                 pool.map(
                     compile_configs, *zip(*((op, shape, fmt.name, every[n::jobs]) for n in range(jobs)), strict=True)

@@ -333,6 +333,12 @@ def test_a_worker_ends_with_its_pool(tmp_path: Path) -> None:
     assert gone(worker)
 
 
+def test_every_pool_is_of_such_workers() -> None:
+    """Whatever compiles side by side: a pool of another kind could outlive the run that it compiles for."""
+    own = [path.name for path in (processes.ROOT / "suites" / "perf").glob("*.py") if "ProcessPool" in path.read_text()]
+    assert own == ["processes.py"]
+
+
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stays"])
 def test_a_preparation_ends_with_its_reader(leaves: bool, tmp_path: Path) -> None:
     """With its process group, as soon as nobody reads, and not before."""

@@ -148,13 +148,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines
 
 
+def _few(names: Sequence[str]) -> str:
+    """Three names at most; run.json has them all."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _about(judgement: Judgement, run: Mapping[str, Any]) -> list[str]:
     versions = run.get("versions") if isinstance(run.get("versions"), Mapping) else {}
     assert isinstance(versions, Mapping)
     known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "python") if versions.get(name))
     commit = str(run.get("commit") or "unknown")[:12] + (" with local changes" if run.get("dirty") else "")
     chosen = f" ({run['platform_reason']})" if run.get("platform_reason") else ""
-    selected = f", cases {run['case']}" if run.get("case") else ""
+    selected = f", cases {_few(str(run['case']).split(','))}" if run.get("case") else ""
     return [
         f"platform {run.get('platform')}{chosen}; suites {', '.join(map(str, run.get('suites', [])))}{selected}",
         f"commit {commit}; {known or 'versions unknown'}; policy {judgement.policy}; run {run.get('run_id')}",

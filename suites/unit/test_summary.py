@@ -37,6 +37,15 @@ def test_green(tmp_path: Path) -> None:
     assert "torch 2.13.0, triton 3.9.0" in text
 
 
+def test_many_chosen_cases(tmp_path: Path) -> None:
+    """A run of half a table names three of its rows."""
+    built = good(tmp_path)
+    folder = built.write()
+    run = {**gate.read_run(folder), "case": ",".join(f"row-{number}" for number in range(38))}
+    about = next(line for line in summary.render(gate.judge(folder), run).splitlines() if line.startswith("platform"))
+    assert about.endswith(", cases row-0, row-1, row-2 and 35 more")
+
+
 def test_first_line_names_the_worst_finding(tmp_path: Path) -> None:
     """A wrong maximum reddens numerics and loss: the first line names the numerics check and its message."""
     built = good(tmp_path).test(NUMERICS_TEST, "failed", "1 of 256 differs, first [127]: 0x7f is 240.0, not 448.0")

@@ -165,12 +165,20 @@ def changes(
     """What calibrating would write, and what is known of each row afterwards.
 
     Raises:
-        ConfigError: the runs are of several commits, of a dirty one, or two of them are one.
+        ConfigError: the runs are of several commits, of a dirty one, or two of them are one; or a row of theirs is
+            what no baseline may hold, such as a launch that was throttled in every block.
         MissingError: they measured nothing.
     """
     fresh = [row for folder in evidence for row in rows_of(folder, selected)]
     if not fresh:
         raise MissingError("nothing to calibrate: no test left samples", "a run of the perf suite", "run it on a GPU")
+    bad = next(((row.test, what) for row in fresh if (what := samples.problem_of(row, platform.id))), None)
+    if bad is not None:
+        raise ConfigError(
+            f"{bad[0]} cannot be recorded: {bad[1]}",
+            "a run on a machine that held still, in which every row was measured",
+            f"run again; or leave the row out, --without {bad[0]!r}",
+        )
     commits = sorted({row.provenance.commit for row in fresh})
     if len(commits) > 1:
         raise ConfigError(

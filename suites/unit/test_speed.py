@@ -498,7 +498,40 @@ BAD_ROWS: dict[str, tuple[Callable[[PerfRun], PerfRun], str]] = {
         "lacks samples",
     ),
     "no-launches": (lambda run: msgspec.structs.replace(run, samples=built.samples([])), "empty"),
+    "throttled": (
+        lambda run: msgspec.structs.replace(run, samples=_first(run.samples, throttled=[True] * built.BLOCKS)),
+        "every block of a launch was throttled",
+    ),
+    "no-reference": (
+        lambda run: msgspec.structs.replace(run, samples=_first(run.samples, reference=[])),
+        "samples of the reference, or names one",
+    ),
+    "uneven": (
+        lambda run: msgspec.structs.replace(run, samples=_first(run.samples, probe=[1.0, 2.0])),
+        "two samples a block",
+    ),
+    "nothing-counted": (
+        lambda run: msgspec.structs.replace(run, samples=msgspec.structs.replace(run.samples, kind="counts")),
+        "counted nothing",
+    ),
+    "no-compile-time": (
+        lambda run: msgspec.structs.replace(run, samples=msgspec.structs.replace(run.samples, kind="compile")),
+        "lacks its compile time",
+    ),
 }
+
+
+def test_a_row_without_a_reference() -> None:
+    """It is judged by its probe alone, and its noise is the probe's."""
+
+    def alone(row: Samples) -> Samples:
+        bare = [msgspec.structs.replace(one, reference=[]) for one in row.launches]
+        return msgspec.structs.replace(row, reference="", launches=bare)
+
+    recorded = [msgspec.structs.replace(run, samples=alone(run.samples)) for run in runs()]
+    for slower, verdict in ((1.0, Verdict.PASS), (1.3, Verdict.REGRESSION)):
+        found = speed.judge(alone(built.run(draw(), {"candidate": slower}, stages=2)), recorded)
+        assert (found.verdict, [one.yardstick for one in found.effects]) == (verdict, ["probe"])
 
 
 @pytest.mark.parametrize(("change", "told"), BAD_ROWS.values(), ids=BAD_ROWS)

@@ -128,7 +128,7 @@ def test_wider_limits_need_a_reason(tmp_path: Path) -> None:
 
 
 def test_what_is_no_calibration(tmp_path: Path) -> None:
-    """Two commits, a dirty checkout, a run whose probe drifted, and evidence without samples are refused."""
+    """Two commits, a dirty checkout, a drifting probe, a throttled launch, and evidence without samples are refused."""
     root, draw = checkout(tmp_path), random.Random(5)
     with pytest.raises(ConfigError, match="2 commits"):
         calibrate.changes(root, H200, several(tmp_path / "a", 1.0, 1.0, commits=True))
@@ -140,6 +140,9 @@ def test_what_is_no_calibration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the copy probe differs by"):
         calibrate.check(evidence(tmp_path / "c", built.samples(drifted)))
     calibrate.check(evidence(tmp_path / "d", built.run(draw)))
+    hot = [where.launch(n, throttled=[n == 1] * built.BLOCKS) for n in (1, 2, 3)]
+    with pytest.raises(ConfigError, match=r"every block of a launch was throttled.*--without"):
+        calibrate.changes(root, H200, [evidence(tmp_path / "f", built.samples(hot))])
     with pytest.raises(MissingError, match="nothing to calibrate"):
         calibrate.changes(root, H200, [Built(tmp_path / "e", ("perf",)).write()])
 

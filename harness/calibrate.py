@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import deaths, gate, manifest, record, samples, speed
+from harness import deaths, gate, manifest, record, samples, speed, speedgate
 from harness.errors import ConfigError, MissingError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal_reader import Journal
@@ -219,13 +219,12 @@ def changes(
 
 
 def _comparable(rows: Sequence[PerfRun], fresh: Sequence[PerfRun], test: str) -> list[PerfRun]:
-    """Those of the configuration and device that was measured now."""
+    """Those that the gate holds beside what was measured now: of its configuration, on its device."""
     now = next(row for row in fresh if row.test == test)
     return [
         row
         for row in rows
-        if row.samples.config == now.samples.config
-        and row.samples.kind == now.samples.kind
+        if speedgate.identity(row.samples) == speedgate.identity(now.samples)
         and row.provenance.device == now.provenance.device
     ]
 

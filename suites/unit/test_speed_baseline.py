@@ -127,6 +127,19 @@ def test_wider_limits_need_a_reason(tmp_path: Path) -> None:
     assert " limit 0.0" in second.loosened[0]
 
 
+@pytest.mark.parametrize("changed", [{"probe": "bf16"}, {"reference": "another chain"}], ids=["probe", "reference"])
+def test_runs_that_the_gate_would_not_compare_are_replaced(changed: dict[str, str], tmp_path: Path) -> None:
+    """Another probe or reference is another configuration: that takes a reason, and noise is of the new runs alone."""
+    root, draw = checkout(tmp_path), random.Random(9)
+    first, _ = calibrate.changes(root, H200, several(tmp_path / "a", 1.0, 1.0))
+    first.path.parent.mkdir(parents=True)
+    first.path.write_text(first.text)
+    other = evidence(tmp_path / "b", built.run(draw, **changed), 9)
+    second, (row,) = calibrate.changes(root, H200, [other])
+    assert second.loosened == [f"{built.TEST}: another configuration in place of 2 runs"]
+    assert (row.launches, row.noise) == (3, None)
+
+
 def test_what_is_no_calibration(tmp_path: Path) -> None:
     """Two commits, a dirty checkout, a drifting probe, a throttled launch, and evidence without samples are refused."""
     root, draw = checkout(tmp_path), random.Random(5)

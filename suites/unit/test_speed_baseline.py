@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import against, calibrate, cli, gate, history, platforms, run, samples
-from harness.errors import ConfigError, MissingError, UsageError, Verdict
+from harness import against, calibrate, cli, gate, history, platforms, record, run, samples
+from harness.errors import VERDICTS, ConfigError, MissingError, UsageError, Verdict
 from harness.manifest import write as write_manifest
 from harness.samples import Samples
 from suites.unit import built_samples as built
@@ -171,6 +171,27 @@ def test_the_command_from_evidence(tmp_path: Path, capsys: pytest.CaptureFixture
     (result,) = [result for result in judgement.results if result.id == built.TEST]
     assert result.verdict is Verdict.PASS
     assert cli.main(["baseline", "lint", "--root", str(root)]) == 0
+
+
+def test_speed_is_calibrated_and_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`record` writes none and names the command that does, as does what lacks a baseline. A row of speed that nothing
+    can be said of keeps no manifest from being written, and no curve; a red test beside it does.
+    """
+    root = checkout(tmp_path)
+    where = built.Machine(random.Random(5))
+    drifted = built.samples([where.launch(n, slower={"probe": 1.0 if n == 1 else 1.3}) for n in (1, 2, 3)])
+    noisy = evidence(tmp_path / "a", drifted)
+    assert gate.judge(noisy).counts["INCONCLUSIVE"] == 1
+    command = ["baseline", "record", "--root", str(root), "--from", str(noisy)]
+    assert cli.main(command) == 3
+    assert "`fp8ci baseline calibrate`" in capsys.readouterr().err
+    assert cli.main([*command, "--manifest"]) == 0
+    assert built.TEST in (root / "baselines/h200/manifest.txt").read_text()
+    red = Built(tmp_path / "b", ("perf",)).test(built.TEST, "failed", "wrong").write()
+    with pytest.raises(ConfigError, match="no ground for a baseline"):
+        record.check(red)
+    for verdict in (Verdict.NO_BASELINE, Verdict.STALE_BASELINE, Verdict.UNCALIBRATED):
+        assert "of speed: `calibrate`" in VERDICTS[verdict].advice
 
 
 TRAINER = "trainer-llama3-8b-l4-rowwise-e4m3fn"

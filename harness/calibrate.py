@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import deaths, gate, manifest, record, samples, speed
+from harness import deaths, gate, manifest, record, samples, speed, speedgate
 from harness.errors import ConfigError, MissingError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal_reader import Journal
@@ -165,12 +165,20 @@ def changes(
     """What calibrating would write, and what is known of each row afterwards.
 
     Raises:
-        ConfigError: the runs are of several commits, of a dirty one, or two of them are one.
+        ConfigError: the runs are of several commits, of a dirty one, or two of them are one; or a row of theirs is
+            what no baseline may hold, such as a launch that was throttled in every block.
         MissingError: they measured nothing.
     """
     fresh = [row for folder in evidence for row in rows_of(folder, selected)]
     if not fresh:
         raise MissingError("nothing to calibrate: no test left samples", "a run of the perf suite", "run it on a GPU")
+    bad = next(((row.test, what) for row in fresh if (what := samples.problem_of(row, platform.id))), None)
+    if bad is not None:
+        raise ConfigError(
+            f"{bad[0]} cannot be recorded: {bad[1]}",
+            "a run on a machine that held still, in which every row was measured",
+            f"run again; or leave the row out, --without {bad[0]!r}",
+        )
     commits = sorted({row.provenance.commit for row in fresh})
     if len(commits) > 1:
         raise ConfigError(
@@ -211,13 +219,12 @@ def changes(
 
 
 def _comparable(rows: Sequence[PerfRun], fresh: Sequence[PerfRun], test: str) -> list[PerfRun]:
-    """Those of the configuration and device that was measured now."""
+    """Those that the gate holds beside what was measured now: of its configuration, on its device."""
     now = next(row for row in fresh if row.test == test)
     return [
         row
         for row in rows
-        if row.samples.config == now.samples.config
-        and row.samples.kind == now.samples.kind
+        if speedgate.identity(row.samples) == speedgate.identity(now.samples)
         and row.provenance.device == now.provenance.device
     ]
 

@@ -31,7 +31,7 @@ from harness.baselines import CodegenBlock, CodegenRow, LossRun, Provenance
 from harness.errors import ConfigError, MissingError, UsageError, Verdict
 from harness.journal import FILE_NAME as JOURNAL_FILE
 from harness.journal_reader import Journal, TestRecord
-from harness.platforms import Platform, get
+from harness.platforms import SPEED, Platform, get
 
 LOG_FILE = "LOG.md"
 NUDGE_VARIABLE = "FP8STACK_NUDGE"
@@ -125,7 +125,7 @@ def check(evidence: Path, nudged: bool = False) -> None:
     """
     if not nudged:
         judgement = gate.judge(evidence)
-        bad = [result for result in judgement.worst_first if result.verdict not in CURABLE and not _vanished(result)]
+        bad = [result for result in judgement.worst_first if result.verdict not in CURABLE and not _no_matter(result)]
         found = [f"{result.id}: {result.verdict} {result.message}" for result in bad]
     else:
         records = Journal.read(evidence / JOURNAL_FILE).tests.values()
@@ -140,10 +140,13 @@ def check(evidence: Path, nudged: bool = False) -> None:
         )
 
 
-def _vanished(result: gate.Result) -> bool:
-    """MISSING for an id of the old manifest or an old baseline row: the merge asks for --loosen, this need not."""
+def _no_matter(result: gate.Result) -> bool:
+    """MISSING for an id of the old manifest or an old baseline row: the merge asks for --loosen, this need not. And a
+    speed that nothing can be said of: no speed is recorded here.
+    """
     told = ("not collected" in result.message, "was not measured" in result.message)
-    return result.verdict is Verdict.MISSING and any(told)
+    noisy = result.suite == SPEED and result.verdict is Verdict.INCONCLUSIVE
+    return noisy or (result.verdict is Verdict.MISSING and any(told))
 
 
 def measured(records: Iterable[TestRecord], key: str) -> list[TestRecord]:
@@ -433,7 +436,7 @@ def changes(
         raise MissingError(
             "nothing to record: no test measured a curve or machine code",
             "a suite with loss_file or isa_file properties, or --manifest",
-            "choose another --suite",
+            "choose another --suite; of speed `fp8ci baseline calibrate` makes a baseline",
         )
     return found
 

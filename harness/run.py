@@ -519,7 +519,7 @@ def stop_signals() -> Iterator[threading.Event]:
 def checkout_state(root: Path, evidence: Sequence[Path] = ()) -> tuple[str | None, bool | None]:
     """(commit, whether the tree differs from it). Outside git the commit is GITHUB_SHA, or None, and so the second.
 
-    A copy that lies in the working tree of something else, where git knows no file of it, is outside git: that commit
+    A copy that lies in the working tree of something else, where git knows no suites of it, is outside git: that commit
     is not its own. What a run writes into its evidence folder is no difference while git does not know it. What else
     lies there is one.
     """
@@ -539,7 +539,7 @@ def checkout_state(root: Path, evidence: Sequence[Path] = ()) -> tuple[str | Non
         return answer.stdout.strip() if answer.returncode == 0 else None
 
     commit = ask("rev-parse", "HEAD")
-    if not commit or not ask("ls-tree", "--name-only", "HEAD", "."):  # a checkout copied without its .git
+    if not commit or not ask("ls-tree", "--name-only", "HEAD", "suites/"):  # a checkout copied without its .git
         return os.environ.get("GITHUB_SHA") or None, None
     top, changes = ask("rev-parse", "--show-toplevel"), ask("status", "--porcelain", "-z", "--untracked-files=all")
     if top is None or changes is None:

@@ -156,13 +156,13 @@ def load(path: Path, platform: str | None = None) -> PerfBaseline:
         if row.key in seen:
             raise malformed(path, f"{where} appears twice")
         seen.add(row.key)
-        problem = _row_problem(row, baseline.platform)
+        problem = problem_of(row, baseline.platform)
         if problem:
             raise malformed(path, f"{where}: {problem}")
     return baseline
 
 
-def _row_problem(row: PerfRun, platform: str) -> str | None:
+def problem_of(row: PerfRun, platform: str) -> str | None:
     """What makes a recorded run unusable, or None."""
     where = row.provenance
     if not all(value.strip() for value in (where.when, where.commit, where.device)):
@@ -178,6 +178,23 @@ def _row_problem(row: PerfRun, platform: str) -> str | None:
         return "a sample is not a positive number"
     if row.samples.kind == "time" and not all(one.candidate and one.probe for one in row.samples.launches):
         return "a launch lacks samples of the candidate or of the probe"
+    return next((what for one in row.samples.launches if (what := _launch_problem(row.samples, one))), None)
+
+
+def _launch_problem(row: Samples, one: Launch) -> str | None:
+    """What leaves a row nothing to be compared with in this launch, or None."""
+    if row.kind == "counts":
+        return None if one.counts else "a launch counted nothing"
+    if row.kind == "compile":
+        seconds = one.compile_seconds
+        return None if seconds and math.isfinite(seconds) and seconds > 0 else "a launch lacks its compile time"
+    if bool(row.reference) != bool(one.reference):
+        return "a launch has samples of the reference, or names one, and not both"
+    lengths = {len(values) for values in (one.candidate, one.probe, one.reference) if values}
+    if len(lengths) > 1 or len(one.candidate) % 2:
+        return "a launch holds other than two samples a block of candidate, reference and probe"
+    if sum(one.throttled) >= len(one.candidate) // 2:
+        return "every block of a launch was throttled"
     return None
 
 

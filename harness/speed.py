@@ -252,7 +252,7 @@ class Logs:
 
     @property
     def by_reference(self) -> list[float]:
-        return against(self.candidate, self.reference)
+        return against(self.candidate, self.reference) if self.reference else []
 
     @property
     def by_probe(self) -> list[float]:

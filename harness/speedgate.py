@@ -78,10 +78,10 @@ class SpeedJudge:
         recorded = self.baseline.of_test(test_id) if self.baseline else ()
         if not recorded:
             return (), ""
-        mine = _identity(now)
-        same = [run for run in recorded if _identity(run.samples) == mine]
+        mine = identity(now)
+        same = [run for run in recorded if identity(run.samples) == mine]
         if not same:
-            keys = baselines.differing_keys(mine, _identity(recorded[-1].samples))
+            keys = baselines.differing_keys(mine, identity(recorded[-1].samples))
             return (), f"recorded for another configuration: {'; '.join(keys[:4])}"
         here = tuple(run for run in same if run.provenance.device == self.device)
         if not here:
@@ -110,7 +110,7 @@ class SpeedJudge:
         return None
 
 
-def _identity(row: Samples) -> dict[str, Any]:
+def identity(row: Samples) -> dict[str, Any]:
     """What makes two measurements comparable."""
     return {
         "kind": row.kind,

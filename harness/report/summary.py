@@ -264,7 +264,7 @@ def _curves(judgement: Judgement) -> list[str]:
 
 
 def _speeds(judgement: Judgement) -> list[str]:
-    """Speed: one row a timed row, with its change by each yardstick and the smallest slow-down that it can show."""
+    """Speed: a row each, with its change by each yardstick and the smallest slow-down that it can show."""
     rows = []
     for result in judgement.worst_first:
         told = result.baseline or {}
@@ -273,7 +273,9 @@ def _speeds(judgement: Judgement) -> list[str]:
         moved = ", ".join(f"{one['percent']:+.1f} % ({one['yardstick']})" for one in told["effects"])
         shown = [f"{told[key]:.3f}" if told[key] is not None else "-" for key in ("share", "ratio")]
         smallest = "-" if told["smallest"] is None else f"{told['smallest']:.1%}"
-        name = f"{_identity(result).case}: {result.verdict}"
+        test = _identity(result)
+        what = "compile " if test.test == "test_compile" else ""  # a row's time has the same case
+        name = f"{what}{test.case}: {result.verdict}"
         rows.append([name, f"{told['median_ns'] / 1e3:.1f}", *shown, moved or "-", smallest])
     header = ("row", "us", "of probe", "of reference", "slower by (against)", "smallest seen")
     return ["## Speed", "", *table(header, rows)] if rows else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from harness import baselines
 from harness.baselines import CodegenBlock
 from harness.errors import ConfigError, UnreadableError
 from suites.unit.built_evidence import LOSS_CASE, codegen_row, isa_file, loss_baseline_rows, loss_file, loss_run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def loss_text() -> str:
@@ -161,3 +164,15 @@ def test_write_is_atomic(tmp_path: Path) -> None:
         baselines.write_atomic(path, "\ud800")
     assert path.read_text() == "old"
     assert [item.name for item in tmp_path.iterdir()] == ["loss.json"]
+
+
+def test_every_file_is_in_the_readme() -> None:
+    """The table of baselines/README.md has a row for each file there: what it holds, and how it is judged."""
+    lines = (ROOT / "baselines" / "README.md").read_text(encoding="utf-8").splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    patterns = [
+        re.sub("<[^>]+>", "*", name.rpartition("/")[2]) for cell in cells for name in re.findall("`(.+?)`", cell)
+    ]
+    files = [path.name for path in (ROOT / "baselines").glob("*/*")]
+    assert len(files) > 50
+    assert [name for name in files if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)] == []

@@ -84,8 +84,8 @@ def speed_evidence(folder: Path) -> Path:
     return made.write()
 
 
-def test_every_perturbation_of_speed(tmp_path: Path) -> None:
-    """On evidence of the perf suite: each is red as it must be, and without recorded runs nothing is shown."""
+def test_every_perturbation_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On evidence of the perf suite: each is red as it must be, and where no runs are recorded yet nothing is shown."""
     folder = speed_evidence(tmp_path / "evidence")
     assert gate.judge(folder).exit_code == 0
     found = list(perturb.execute(folder, tmp_path, OF_SPEED))
@@ -94,6 +94,7 @@ def test_every_perturbation_of_speed(tmp_path: Path) -> None:
         for row in PERTURBATIONS
         if row.name in OF_SPEED
     ]
+    speeds.uncalibrate(monkeypatch)
     (folder / "judged-with" / "h200" / samples.PERF_FILE).unlink()
     (outcome,) = perturb.execute(folder, tmp_path, ["slower-row"])
     assert outcome.verdict is Verdict.SKIP

@@ -434,16 +434,18 @@ def test_a_dirty_checkout_stays_dirty(name: str, dirty: bool, tmp_path: Path, mo
 def test_the_commit_of_an_enclosing_repository_is_not_the_copys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy without .git, in a folder that another repository ignores or has not added, is outside git: GITHUB_SHA
-    names its commit. A checkout that is a committed folder of a larger repository is that repository's.
+    """A copy without .git, in a folder that another repository ignores, has not added, or keeps for copies, is outside
+    git: GITHUB_SHA names its commit. A checkout that is a committed folder of a larger repository is that repository's.
     """
     outer = checkout(tmp_path / "outer")
-    (outer / ".gitignore").write_text("/copy/\n", encoding="ascii")
+    (outer / ".gitignore").write_text("/copy/\n/kept/*\n!/kept/README\n", encoding="ascii")
+    (outer / "kept").mkdir()
+    (outer / "kept/README").write_text("copies\n", encoding="ascii")
     inner = checkout(outer / "inner")
     commit(outer)
     sha, dirty = run.checkout_state(inner)
     assert (len(str(sha)), dirty) == (40, False)
-    for name in ("copy", "added-by-nobody"):
+    for name in ("copy", "added-by-nobody", "kept"):
         monkeypatch.setenv("GITHUB_SHA", "f" * 40)
         copy = checkout(outer / name)
         assert run.checkout_state(copy) == ("f" * 40, None)

@@ -14,7 +14,8 @@ import pytest
 
 from harness import gate, manifest, platforms, samples, speed, speedgate
 from harness.errors import ConfigError, UnreadableError, Verdict
-from harness.samples import PerfRun, Samples
+from harness.report import summary
+from harness.samples import Launch, PerfRun, Samples
 from suites.unit import built_samples as built
 from suites.unit.built_evidence import Built
 
@@ -498,7 +499,40 @@ BAD_ROWS: dict[str, tuple[Callable[[PerfRun], PerfRun], str]] = {
         "lacks samples",
     ),
     "no-launches": (lambda run: msgspec.structs.replace(run, samples=built.samples([])), "empty"),
+    "throttled": (
+        lambda run: msgspec.structs.replace(run, samples=_first(run.samples, throttled=[True] * built.BLOCKS)),
+        "every block of a launch was throttled",
+    ),
+    "no-reference": (
+        lambda run: msgspec.structs.replace(run, samples=_first(run.samples, reference=[])),
+        "samples of the reference, or names one",
+    ),
+    "uneven": (
+        lambda run: msgspec.structs.replace(run, samples=_first(run.samples, probe=[1.0, 2.0])),
+        "two samples a block",
+    ),
+    "nothing-counted": (
+        lambda run: msgspec.structs.replace(run, samples=msgspec.structs.replace(run.samples, kind="counts")),
+        "counted nothing",
+    ),
+    "no-compile-time": (
+        lambda run: msgspec.structs.replace(run, samples=msgspec.structs.replace(run.samples, kind="compile")),
+        "lacks its compile time",
+    ),
 }
+
+
+def test_a_row_without_a_reference() -> None:
+    """It is judged by its probe alone, and its noise is the probe's."""
+
+    def alone(row: Samples) -> Samples:
+        bare = [msgspec.structs.replace(one, reference=[]) for one in row.launches]
+        return msgspec.structs.replace(row, reference="", launches=bare)
+
+    recorded = [msgspec.structs.replace(run, samples=alone(run.samples)) for run in runs()]
+    for slower, verdict in ((1.0, Verdict.PASS), (1.3, Verdict.REGRESSION)):
+        found = speed.judge(alone(built.run(draw(), {"candidate": slower}, stages=2)), recorded)
+        assert (found.verdict, [one.yardstick for one in found.effects]) == (verdict, ["probe"])
 
 
 @pytest.mark.parametrize(("change", "told"), BAD_ROWS.values(), ids=BAD_ROWS)
@@ -551,6 +585,19 @@ def test_the_gate_passes_a_row_as_recorded(tmp_path: Path) -> None:
     """PASS, exit 0."""
     judgement = gate.judge(evidence(tmp_path, built.run(draw()), runs()))
     assert (of(judgement).verdict, judgement.exit_code) == (Verdict.PASS, 0)
+
+
+def test_a_compile_time_is_named_in_the_table(tmp_path: Path) -> None:
+    """It has the case of the row's time, and thousands of times its microseconds."""
+    launches = [Launch(number=n, device=built.DEVICE, compile_seconds=1.5 + n / 100) for n in (1, 2, 3)]
+    compiled = built.samples(launches, kind="compile", reference="", probe="", work=0, probe_work=0)
+    folder = evidence(tmp_path / "compile", compiled, None, built.TEST.replace("test_time", "test_compile"))
+    text = summary.render(gate.judge(folder), gate.read_run(folder))
+    assert f"| compile {built.CASE}: NO_BASELINE" in text
+    assert "| 1520000.0 |" in text
+    again = evidence(tmp_path / "time", built.run(draw()), runs())
+    timed = summary.render(gate.judge(again), gate.read_run(again))
+    assert f"| {built.CASE}: PASS" in timed
 
 
 def test_the_gate_without_a_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import against, calibrate, cli, gate, history, platforms, run, samples
-from harness.errors import ConfigError, MissingError, UsageError, Verdict
+from harness import against, calibrate, cli, gate, history, platforms, record, run, samples
+from harness.errors import VERDICTS, ConfigError, MissingError, UsageError, Verdict
 from harness.manifest import write as write_manifest
 from harness.samples import Samples
 from suites.unit import built_samples as built
@@ -127,8 +127,21 @@ def test_wider_limits_need_a_reason(tmp_path: Path) -> None:
     assert " limit 0.0" in second.loosened[0]
 
 
+@pytest.mark.parametrize("changed", [{"probe": "bf16"}, {"reference": "another chain"}], ids=["probe", "reference"])
+def test_runs_that_the_gate_would_not_compare_are_replaced(changed: dict[str, str], tmp_path: Path) -> None:
+    """Another probe or reference is another configuration: that takes a reason, and noise is of the new runs alone."""
+    root, draw = checkout(tmp_path), random.Random(9)
+    first, _ = calibrate.changes(root, H200, several(tmp_path / "a", 1.0, 1.0))
+    first.path.parent.mkdir(parents=True)
+    first.path.write_text(first.text)
+    other = evidence(tmp_path / "b", built.run(draw, **changed), 9)
+    second, (row,) = calibrate.changes(root, H200, [other])
+    assert second.loosened == [f"{built.TEST}: another configuration in place of 2 runs"]
+    assert (row.launches, row.noise) == (3, None)
+
+
 def test_what_is_no_calibration(tmp_path: Path) -> None:
-    """Two commits, a dirty checkout, a run whose probe drifted, and evidence without samples are refused."""
+    """Two commits, a dirty checkout, a drifting probe, a throttled launch, and evidence without samples are refused."""
     root, draw = checkout(tmp_path), random.Random(5)
     with pytest.raises(ConfigError, match="2 commits"):
         calibrate.changes(root, H200, several(tmp_path / "a", 1.0, 1.0, commits=True))
@@ -140,6 +153,9 @@ def test_what_is_no_calibration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the copy probe differs by"):
         calibrate.check(evidence(tmp_path / "c", built.samples(drifted)))
     calibrate.check(evidence(tmp_path / "d", built.run(draw)))
+    hot = [where.launch(n, throttled=[n == 1] * built.BLOCKS) for n in (1, 2, 3)]
+    with pytest.raises(ConfigError, match=r"every block of a launch was throttled.*--without"):
+        calibrate.changes(root, H200, [evidence(tmp_path / "f", built.samples(hot))])
     with pytest.raises(MissingError, match="nothing to calibrate"):
         calibrate.changes(root, H200, [Built(tmp_path / "e", ("perf",)).write()])
 
@@ -155,6 +171,27 @@ def test_the_command_from_evidence(tmp_path: Path, capsys: pytest.CaptureFixture
     (result,) = [result for result in judgement.results if result.id == built.TEST]
     assert result.verdict is Verdict.PASS
     assert cli.main(["baseline", "lint", "--root", str(root)]) == 0
+
+
+def test_speed_is_calibrated_and_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`record` writes none and names the command that does, as does what lacks a baseline. A row of speed that nothing
+    can be said of keeps no manifest from being written, and no curve; a red test beside it does.
+    """
+    root = checkout(tmp_path)
+    where = built.Machine(random.Random(5))
+    drifted = built.samples([where.launch(n, slower={"probe": 1.0 if n == 1 else 1.3}) for n in (1, 2, 3)])
+    noisy = evidence(tmp_path / "a", drifted)
+    assert gate.judge(noisy).counts["INCONCLUSIVE"] == 1
+    command = ["baseline", "record", "--root", str(root), "--from", str(noisy)]
+    assert cli.main(command) == 3
+    assert "`fp8ci baseline calibrate`" in capsys.readouterr().err
+    assert cli.main([*command, "--manifest"]) == 0
+    assert built.TEST in (root / "baselines/h200/manifest.txt").read_text()
+    red = Built(tmp_path / "b", ("perf",)).test(built.TEST, "failed", "wrong").write()
+    with pytest.raises(ConfigError, match="no ground for a baseline"):
+        record.check(red)
+    for verdict in (Verdict.NO_BASELINE, Verdict.STALE_BASELINE, Verdict.UNCALIBRATED):
+        assert "of speed: `calibrate`" in VERDICTS[verdict].advice
 
 
 TRAINER = "trainer-llama3-8b-l4-rowwise-e4m3fn"

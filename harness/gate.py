@@ -736,12 +736,13 @@ def _agreement(found: _Evidence, notes: list[str]) -> Iterable[Result]:
 
 def _asked_otherwise(found: _Evidence) -> Iterator[Result]:
     """What run.json says was run, against what the journal says each test process was asked for."""
-    said = {"--fp8-platform": found.platform.id, "--fp8-run-id": found.run["run_id"], "--fp8-case": found.case}
+    said = {"--fp8-platform": found.platform.id, "--fp8-run-id": found.run["run_id"]}
     for process in found.journal.processes:
         if process.suite not in found.suites or "--fp8-out" not in process.argv:
             continue
         asked = dict(zip(process.argv, process.argv[1:], strict=False))
-        for option, value in said.items():
+        of_suite = {**said, "--fp8-case": case_of(process.suite, found.case, found.speed)}
+        for option, value in of_suite.items():
             if asked.get(option) != value:
                 what = f"{RUN_FILE} says {value!r}, and its test process was asked for {option} {asked.get(option)!r}"
                 yield deaths.suite_result(process.suite, "arguments", Verdict.DISAGREE, what)

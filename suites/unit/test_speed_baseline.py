@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import against, calibrate, cli, gate, history, platforms, record, run, samples
+from harness import against, calibrate, cli, gate, history, plan, platforms, record, run, samples
 from harness.errors import VERDICTS, ConfigError, MissingError, UsageError, Verdict
 from harness.manifest import write as write_manifest
 from harness.samples import Samples
@@ -344,6 +344,23 @@ def test_the_short_table_of_speed(told: dict[str, Any], missing: set[str], tmp_p
     judgement = gate.judge(folder, whole=True)
     found = {result.id for result in judgement.results if result.verdict is Verdict.MISSING}
     assert found - {"numerics/suite::selection"} == missing
+
+
+@pytest.mark.parametrize("asked", ["short", "long"], ids=["asked-short", "asked-long"])
+@pytest.mark.parametrize("speed", ["short", "long"], ids=["speed-short", "speed-long"])
+def test_the_short_table_is_what_its_process_was_asked_for(
+    speed: str, asked: platforms.SpeedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--speed short` reaches pytest as a selection of cases: the same one that run.json means by it, and no other."""
+    built.uncalibrate(monkeypatch)
+    folder = evidence(tmp_path, built.run(random.Random(1)), speed=speed)
+    told = json.loads((folder / "run.json").read_text())
+    options = ["--fp8-platform", "h200", "--fp8-run-id", told["run_id"], "--fp8-out", "x"]
+    (((job,),)) = plan.lanes(checkout(tmp_path), H200, ("perf",), case=None, options=options, speed=asked)
+    journal = folder / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('["pytest"]', json.dumps(job.argv)))
+    found = {result.verdict for result in gate.judge(folder).results}
+    assert found == {Verdict.UNCALIBRATED, *([] if speed == asked else [Verdict.DISAGREE])}
 
 
 def test_a_cpu_is_not_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

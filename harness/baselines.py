@@ -49,7 +49,8 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     when: str
     """UTC, ISO 8601."""
     commit: str
-    dirty: bool
+    dirty: bool | None
+    """Whether the checkout differed from its commit; null for a copy without .git, of which nobody can tell."""
     platform: str
     device: str
     """GPU name, or the CPU's model name."""

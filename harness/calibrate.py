@@ -170,6 +170,11 @@ def changes(
         MissingError: they measured nothing.
     """
     fresh = [row for folder in evidence for row in rows_of(folder, selected)]
+    if not fresh and any(rows_of(folder) for folder in evidence):
+        chosen = " and ".join(f"--{name} {glob!r}" for name, glob in vars(selected).items() if glob is not None)
+        raise MissingError(
+            f"nothing to calibrate: no row of these runs is left by {chosen}", "one row at least", "correct the glob"
+        )
     if not fresh:
         raise MissingError("nothing to calibrate: no test left samples", "a run of the perf suite", "run it on a GPU")
     bad = next(((row.test, what) for row in fresh if (what := samples.problem_of(row, platform.id))), None)
@@ -213,7 +218,9 @@ def changes(
         known.append(now)
         wider = _wider(test, [row for row in before if row not in dropped], now)
         change.loosened.extend(wider)
-    change.told.append(f"{len(fresh)} runs of {len(tests)} rows written, {len(merged)} runs in all")
+    again = sum(row.key in by_key for row in fresh)
+    known_before = f", {again} of them known before" if again else ""
+    change.told.append(f"{len(fresh)} runs of {len(tests)} rows written{known_before}, {len(merged)} runs in all")
     change.text = samples.encode(platform.id, merged.values())
     return change, known
 

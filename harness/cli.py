@@ -662,11 +662,13 @@ def _runs_asked(options: argparse.Namespace, default: int, expected: str, why: s
     return runs
 
 
-def _one_platform(runs: Sequence[Mapping[str, Any]]) -> Platform:
-    """The platform that all of these run.json are of."""
+def _one_platform(runs: Sequence[Mapping[str, Any]], asked: str) -> Platform:
+    """The platform that all of these run.json are of; UsageError where --platform names another."""
     named = sorted({str(run["platform"]) for run in runs})
     if len(named) > 1:
         raise UsageError(f"the evidence is of {' and '.join(named)}", "one platform", "take them one by one")
+    if not asked.startswith("auto") and asked != named[0]:
+        raise UsageError(f"--platform is {asked} and the evidence is of {named[0]}", "one platform", "leave one out")
     platform, _ = _resolve(named[0])
     return platform
 
@@ -737,7 +739,7 @@ def _record(options: argparse.Namespace) -> int:
     )
     if options.sources:
         runs = [gate.read_run(folder) for folder in options.sources]
-        platform = _one_platform(runs)
+        platform = _one_platform(runs, options.platform)
         for folder, run in zip(options.sources, runs, strict=True):
             if options.manifest and run.get("full"):
                 raise UsageError(
@@ -774,7 +776,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     runs = _runs_asked(options, calibrate.DEFAULT_RUNS, "1 or more", "noise needs five launches, two runs")
     selected = calibrate.Selected(options.case, options.without)
     if options.sources:
-        platform = _one_platform([gate.read_run(folder) for folder in options.sources])
+        platform = _one_platform([gate.read_run(folder) for folder in options.sources], options.platform)
         for folder in options.sources:
             calibrate.check(folder, selected)
         evidence = list(options.sources)

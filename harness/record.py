@@ -177,7 +177,7 @@ def provenance(run: Mapping[str, Any]) -> Provenance:
     return Provenance(
         when=str(needed["when"]),
         commit=str(needed["commit"]),
-        dirty=bool(run.get("dirty")),
+        dirty=None if run.get("dirty") is None else bool(run["dirty"]),
         platform=str(run["platform"]),
         device=str(device),
         python=str(versions.get("python") or host.get("python") or ""),

@@ -550,8 +550,11 @@ def test_a_path_that_no_file_system_takes(capsys: pytest.CaptureFixture[str]) ->
 def test_a_recording_is_of_one_platform() -> None:
     """Runs of two machines make no baseline of either."""
     with pytest.raises(UsageError, match="of cpu and h200; expected one platform; take them one"):
-        cli._one_platform([{"platform": "h200"}, {"platform": "cpu"}])
-    assert cli._one_platform([{"platform": "h200"}] * 2).id == "h200"
+        cli._one_platform([{"platform": "h200"}, {"platform": "cpu"}], "auto")
+    with pytest.raises(UsageError, match="--platform is mi300x and the evidence is of h200"):
+        cli._one_platform([{"platform": "h200"}], "mi300x")
+    for asked in ("auto", "auto:cuda", "h200"):
+        assert cli._one_platform([{"platform": "h200"}] * 2, asked).id == "h200"
 
 
 @pytest.mark.parametrize("verb", ["record", "calibrate"])

@@ -33,7 +33,7 @@ def evidence(
     now: Samples,
     number: int = 1,
     commit: str = COMMIT,
-    dirty: bool = False,
+    dirty: bool | None = False,
     test: str = built.TEST,
     manifest: Sequence[str] = (),
     running: str = "",
@@ -235,7 +235,7 @@ def test_one_bad_row_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"--without {TRAINER_TEST!r}" in capsys.readouterr().err
     for how in (["--without", TRAINER_TEST], ["--without", "trainer-*"], ["--case", "rowwise-*"]):
         assert cli.main([*both, *how]) == 0
-        assert "1 runs of 1 rows written, 1 runs in all" in capsys.readouterr().out
+        assert re.search("1 runs of 1 rows written(, 1 of them known before)?, 1 runs in all", capsys.readouterr().out)
     assert cli.main([*base, "--from", str(good)]) == 2
     err = capsys.readouterr().err
     assert f"{built.TEST} was measured twice by the run that started at 2026-02-01" in err
@@ -296,12 +296,34 @@ def test_two_sessions_of_one_second(tmp_path: Path, capsys: pytest.CaptureFixtur
     command = ["baseline", "calibrate", "--root", str(root), "--from", str(one)]
     assert cli.main([*command, "--from", str(again)]) == 2
     assert "was measured twice" in capsys.readouterr().err
-    for _ in range(2):
+    for before in ("", ", 2 of them known before"):
         assert cli.main([*command, "--from", str(other)]) == 0
-        assert "2 runs of 1 rows written, 2 runs in all" in capsys.readouterr().out
+        assert f"2 runs of 1 rows written{before}, 2 runs in all" in capsys.readouterr().out
     rows = samples.load(root / "baselines/h200/perf.json", "h200").rows
     assert len(rows) == 2
     assert len({(row.provenance.when, row.provenance.commit) for row in rows}) == 1
+
+
+def test_what_is_chosen_of_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A glob that leaves no row, and a platform that is not the evidence's, are named; nothing is written."""
+    root, folder = checkout(tmp_path), evidence(tmp_path / "a", built.run(random.Random(7)))
+    command = ["baseline", "calibrate", "--root", str(root), "--from", str(folder)]
+    for options, told in (
+        (["--case", "nosuch"], "no row of these runs is left by --case 'nosuch'"),
+        (["--without", "*"], "no row of these runs is left by --without '*'"),
+        (["--platform", "mi300x"], "--platform is mi300x and the evidence is of h200"),
+    ):
+        assert cli.main([*command, *options]) != 0
+        assert told in capsys.readouterr().err
+    assert not list((root / "baselines").rglob("perf.json"))
+
+
+@pytest.mark.parametrize("dirty", [False, None], ids=["clean-checkout", "unknown-checkout"])
+def test_a_row_says_what_is_known_of_its_checkout(dirty: bool | None, tmp_path: Path) -> None:
+    """A copy without .git is neither clean nor dirty: null, in the file too."""
+    folder = evidence(tmp_path / "a", built.run(random.Random(7)), dirty=dirty)
+    change, _ = calibrate.changes(checkout(tmp_path), H200, [folder])
+    assert f'"dirty":{json.dumps(dirty)}' in change.text
 
 
 OTHER_TEST = built.TEST.replace("m32768", "m16640")

@@ -643,7 +643,12 @@ def _manifest_findings(found: _Evidence, results: list[Result], notes: list[str]
 
 
 def _idle(found: _Evidence, results: list[Result]) -> Iterator[Result]:
-    """MISSING for a suite that judged nothing: every test skipped, or too short to time. Under --case, for the run."""
+    """MISSING for a suite that judged nothing: every test skipped, or too short to time. Under --case, for the run, and
+    where no case was selected at all.
+    """
+    if found.case is not None and not results:
+        what = f"no case of {', '.join(found.suites)} matches {found.case!r}, so nothing ran"
+        yield deaths.suite_result(found.suites[0], "cases", Verdict.MISSING, what)
     parts = [found.suites] if found.case is not None else [(suite,) for suite in found.suites]
     for suites in parts:
         mine = [result for result in results if result.suite in suites]

@@ -60,7 +60,7 @@ class SpeedJudge:
         if stale and (VERDICTS[found.verdict].exit_code == 0 or found.verdict is self.missing):
             return Comparison(**{**vars(found), "verdict": Verdict.STALE_BASELINE, "message": stale})
         if found.verdict is self.missing and not now.of("base"):
-            where = f"no row in {self.name}" if self.baseline else f"{self.name} does not exist"
+            where = f"no row in {self.name}" if self.baseline else f"judged without {self.name}, which did not exist"
             told = f"{where}: `fp8ci baseline calibrate --platform {self.platform.id}` on such a machine makes it"
             return Comparison(**{**vars(found), "message": told})
         return found

@@ -867,6 +867,18 @@ def test_run_json_says_what_nobody_asked_for(key: str, tmp_path: Path) -> None:
     assert (verdict(judgement, "numerics/suite::arguments"), judgement.exit_code) == (Verdict.DISAGREE, 3)
 
 
+def test_no_case_was_selected(tmp_path: Path) -> None:
+    """What a run with a glob that matches nothing has left: red by name, also when it is judged among others."""
+    built = Built(tmp_path, ("numerics", "codegen"))
+    built.run["case"] = "nosuch"
+    built.run["platform"] = built.run["capabilities"]["platform"] = "mi300x"
+    built.deselected.update(numerics=500, codegen=20)
+    judgement = gate.judge(built.write())
+    assert [result.id for result in judgement.results] == ["numerics/suite::cases"]
+    assert "no case of numerics, codegen matches 'nosuch'" in judgement.results[0].message
+    assert judgement.exit_code == 3
+
+
 def test_nobody_counted_what_was_deselected(tmp_path: Path) -> None:
     """Workers that never came to their end say no count: unknown, which is not none."""
     built = good(tmp_path)

@@ -16,7 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from harness.errors import EXIT_MEANINGS, INTERRUPTED, VERDICTS, HarnessError, UsageError, Verdict, worst_exit
+from harness.errors import (
+    EXIT_MEANINGS,
+    INTERRUPTED,
+    VERDICTS,
+    HarnessError,
+    InfraError,
+    UsageError,
+    Verdict,
+    worst_exit,
+)
 
 if TYPE_CHECKING:
     from harness.doctor import Asked
@@ -318,6 +327,11 @@ def _run(options: argparse.Namespace) -> int:
             )  # fmt: skip
         return _run_contained(options, root)
     platform, reason = _resolve(options.platform)
+    if platform.vendor == "cpu" and "perf" in _suites(options.suite):
+        raise InfraError(
+            f"the platform is cpu ({reason}), and the perf suite measures on a GPU", "a GPU that torch sees",
+            "run it on such a machine, or leave perf out",
+        )  # fmt: skip
     request = _request(options, root, platform, reason)
     gate.check_files(root / "baselines", platform)
     if options.against is None:

@@ -547,6 +547,15 @@ def test_a_path_that_no_file_system_takes(capsys: pytest.CaptureFixture[str]) ->
     assert "too long" in capsys.readouterr().err
 
 
+def test_speed_without_a_gpu(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and exit 4, as every command that measures says it; no row is skipped one by one, no folder is left."""
+    assert cli.main(["run", "--suite", "perf", "--platform", "cpu", "--root", str(checkout)]) == 4
+    err = capsys.readouterr().err
+    assert "the perf suite measures on a GPU" in err
+    assert len(err.splitlines()) == 1
+    assert not (checkout / "evidence").exists()
+
+
 def test_a_recording_is_of_one_platform() -> None:
     """Runs of two machines make no baseline of either."""
     with pytest.raises(UsageError, match="of cpu and h200; expected one platform; take them one"):

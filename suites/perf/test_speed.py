@@ -24,7 +24,7 @@ import msgspec
 import pytest
 
 from fp8stack import device
-from harness import samples, speed
+from harness import samples, speed, speedgate
 from harness.samples import Launch, PerfRun, Samples
 from suites.conftest import ROOT, Evidence
 from suites.perf import processes, rows
@@ -94,9 +94,13 @@ class Launched:
             row, "time" if kind in TIMED else kind, self.done.get(kind, {}).get(row.case, []), self.resolution_ns
         )
 
-    def _timed(self, case: str) -> list[PerfRun]:
-        """Recorded runs of a row's time: those of its counts and of its compile time have the same case."""
-        return [run for run in self.recorded(case) if run.samples.kind == "time"]
+    def _suspected(self, kind: str, row: rows.Row) -> bool:
+        """By the recorded runs that the gate will hold beside it: counts, compile times and other configurations of a
+        row have the same case.
+        """
+        now = self.samples(kind, row)
+        mine = speedgate.identity(now)
+        return speed.suspected(now, [run for run in self.recorded(row.case) if speedgate.identity(run.samples) == mine])
 
     def _launch(self, kind: str) -> None:
         self.done[kind] = {}
@@ -113,7 +117,7 @@ class Launched:
         if kind in TIMED:
             by_case = rows.by_case(FORMAT)
             known = [case for case in self.cases[kind] if case in self.done[kind] and (kind, case) not in self.errors]
-            again = [case for case in known if speed.suspected(self.samples(kind, by_case[case]), self._timed(case))]
+            again = [case for case in known if self._suspected(kind, by_case[case])]
             if again:
                 self._stage(kind, again, 2, count)
 

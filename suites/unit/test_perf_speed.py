@@ -96,7 +96,11 @@ def launched(fake: Fake, recorded: Sequence[PerfRun] = ()) -> test_speed.Launche
 
 
 def recorded() -> list[PerfRun]:
-    return built.recorded(random.Random(3))
+    """Runs of that row, as they would have been recorded here."""
+    return [
+        msgspec.structs.replace(run, samples=rows.samples(ROW, "time", run.samples.launches, 500.0))
+        for run in built.recorded(random.Random(3))
+    ]
 
 
 def test_three_launches_and_no_more() -> None:
@@ -122,7 +126,7 @@ def test_a_suspected_row_is_launched_again(second: float) -> None:
 
 @pytest.mark.parametrize(("slower", "calls"), [(1.0, 3), (1.3, 6)], ids=["as-recorded", "slower"])
 def test_what_is_suspected_by_its_time(slower: float, calls: int) -> None:
-    """Counts and compile times are recorded of the same case, and hold no times."""
+    """Counts and compile times are recorded of the same case, and hold no times; another configuration's are others."""
     times = recorded()
     fields = {"candidate": [], "reference": [], "probe": [], "throttled": []}
     bare = [msgspec.structs.replace(one, **fields) for one in times[0].samples.launches]
@@ -130,6 +134,11 @@ def test_what_is_suspected_by_its_time(slower: float, calls: int) -> None:
         msgspec.structs.replace(times[0], samples=msgspec.structs.replace(times[0].samples, kind=kind, launches=bare))
         for kind in ("counts", "compile")
     ]
+    half = [
+        msgspec.structs.replace(one, candidate=[0.5 * ns for ns in one.candidate]) for one in times[0].samples.launches
+    ]
+    elsewhere = msgspec.structs.replace(times[0].samples, config={"seed": 1}, launches=half)
+    others += [msgspec.structs.replace(times[0], samples=elsewhere)] * 9
     fake = Fake(slower)
     launched(fake, [*others, *times]).of("time", ROW)
     assert len(fake.calls) == calls
